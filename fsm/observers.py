@@ -1,0 +1,127 @@
+"""Observers of stages: called around each stage, with its name and its time on the host."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from attrs import define
+
+_LOG = logging.getLogger(__name__)
+
+
+class StageObserver(Protocol):
+    """What an observer can be told. Subclass it and override what you want to hear; each method may do nothing.
+
+    Times are of the host: on a GPU a stage only launches its work. An exception of an observer never fails a step.
+    """
+
+    def before_stage(self, name: str) -> None:
+        """The stage is about to run."""
+
+    def after_stage(self, name: str, seconds: float, record: object) -> None:
+        """The stage returned ``record`` (None if it gives nothing); its tensors are valid until the next step."""
+
+    def stage_failed(self, name: str, error: BaseException) -> None:
+        """The stage raised ``error``, or what it returned was refused."""
+
+
+class StageTimes(StageObserver):
+    """Adds up host time by stage: ``seconds`` and ``calls`` of those that returned, ``failures`` of the others."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.calls: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+
+    def after_stage(self, name: str, seconds: float, record: object) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.calls[name] += 1
+
+    def stage_failed(self, name: str, error: BaseException) -> None:
+        self.failures[name] += 1
+
+
+@define(eq=False)
+class _Seat:
+    """An observer and how often it raised."""
+
+    observer: StageObserver
+    failures: int = 0
+
+    def failed(self, during: str) -> None:
+        self.failures += 1
+        if self.failures == 1:
+            _LOG.exception("%s of %r raised; it goes on being called, and is not logged again", during, self.observer)
+
+
+class Observers:
+    """A runner's observers. Keeps what they raise away from the step: the first exception of each is logged, all count.
+
+    May be changed from any thread; a step that is under way may not notice.
+    """
+
+    def __init__(self, observers: Iterable[StageObserver] = ()) -> None:
+        self._seats = tuple(_Seat(observer) for observer in observers)
+
+    @classmethod
+    def of(cls, observers: Observers | Iterable[StageObserver]) -> Observers:
+        """``observers`` as it is, or gathered in an object of its own."""
+        return observers if isinstance(observers, Observers) else cls(observers)
+
+    def __iter__(self) -> Iterator[StageObserver]:
+        return (seat.observer for seat in self._seats)
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def add(self, observer: StageObserver) -> None:
+        """Call ``observer`` around every stage from now on, after the others."""
+        self._seats = (*self._seats, _Seat(observer))
+
+    def remove(self, observer: StageObserver) -> None:
+        """Stop calling ``observer``; one that is not there is fine."""
+        self._seats = tuple(seat for seat in self._seats if seat.observer is not observer)
+
+    @property
+    def failures(self) -> int:
+        """How often the present observers raised."""
+        return sum(seat.failures for seat in self._seats)
+
+    def before_stage(self, name: str) -> None:
+        """Tell every observer."""
+        for seat in self._seats:
+            try:
+                seat.observer.before_stage(name)
+            except Exception:
+                seat.failed("before_stage")
+
+    def after_stage(self, name: str, seconds: float, record: object) -> None:
+        """Tell every observer."""
+        for seat in self._seats:
+            try:
+                seat.observer.after_stage(name, seconds, record)
+            except Exception:
+                seat.failed("after_stage")
+
+    def stage_failed(self, name: str, error: BaseException) -> None:
+        """Tell every observer."""
+        for seat in self._seats:
+            try:
+                seat.observer.stage_failed(name, error)
+            except Exception:
+                seat.failed("stage_failed")
+
+
+def profiler_range() -> Callable[[str], AbstractContextManager[Any]] | None:
+    """``torch.profiler.record_function`` while a torch profiler is recording, else None.
+
+    Torch is looked up, never imported: a program that has not loaded it has no profiler running either.
+    """
+    autograd: Any = getattr(sys.modules.get("torch"), "autograd", None)
+    enabled = getattr(autograd, "_profiler_enabled", None)
+    return autograd.profiler.record_function if enabled is not None and enabled() else None
