@@ -1,0 +1,123 @@
+"""Builds what a runner owns: tables, buffers, caches, graphs, and the eight stages over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from ..stages.build_attn import BuildAttn
+from ..stages.commit import Commit
+from ..stages.coordinator import SoloCoordinator
+from ..stages.dispatch import Dispatch, DispatchTable, UBatchPolicy
+from ..stages.forward import Forward
+from ..stages.graphs import CUDAGraphRunner, PlanCache
+from ..stages.input_buffers import InputBuffers
+from ..stages.prepare_inputs import PrepareInputs
+from ..stages.preprocess import Preprocess
+from ..stages.request_table import RequestTable
+from ..stages.sample import Sample
+from ..stages.sampling.columns import SamplingColumns
+from ..stages.step_changes import StepLimits
+from ..stages.ubatch_slice import SliceUBatches
+from ..stages.update_states import UpdateStates
+from .attention.paged_cpu import PagedCPUBackend
+from .config import DTYPES, EngineConfig
+from .graphs import ClosureGraphRunner, EagerRunner
+from .kv_cache import KVCache, kv_cache_groups
+from .stage_set import StageSet
+
+if TYPE_CHECKING:
+    from ..fsm import StepMachine
+    from ..stages.forward_context import Model
+    from ..stages.specs import KVCacheGroupSpec
+
+
+@frozen(kw_only=True, eq=False)
+class Assembly:
+    """One runner's parts. ``config`` is resolved; ``stages`` is what users edit."""
+
+    config: EngineConfig
+    groups: tuple[KVCacheGroupSpec, ...]
+    kv_cache: KVCache
+    table: RequestTable
+    buffers: InputBuffers
+    columns: SamplingColumns
+    graphs: CUDAGraphRunner
+    dispatch: Dispatch
+    stages: StageSet
+
+
+def assemble(model: Model, config: EngineConfig, machine: StepMachine) -> Assembly:
+    """Everything for one model and one resolved configuration; stages are editable while ``machine`` is idle."""
+    spec, device = model.spec, torch.device(config.device)
+    max_model_len, num_blocks = _decided(config.max_model_len), _decided(config.num_kv_blocks)
+    groups = kv_cache_groups(spec, config.block_size)
+    rows = config.max_num_seqs * 2 + 1
+    columns = SamplingColumns(rows, spec.vocab_size)
+    table = RequestTable(
+        max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, groups=groups, columns=(columns,)
+    )
+    buffers = InputBuffers(
+        max_tokens=config.max_num_batched_tokens,
+        max_reqs=config.max_num_seqs,
+        block_tables=table.block_tables,
+        device=device,
+    )
+    kv_cache = KVCache(spec, num_blocks, config.block_size, dtype=DTYPES[config.dtype], device=config.device)
+    graphs = EagerRunner() if config.cudagraph_mode == "NONE" else ClosureGraphRunner()
+    plans = PlanCache(PagedCPUBackend(), groups)
+    dispatch = _dispatch(config, graphs)
+    limits = StepLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        vocab_size=spec.vocab_size,
+        engine_seed=config.seed,
+    )
+    update_states = UpdateStates(table, limits)
+    stages = StageSet(
+        execute=(
+            ("update_states", update_states),
+            ("prepare_inputs", PrepareInputs(table, buffers)),
+            ("dispatch", dispatch),
+            ("ubatch_slice", SliceUBatches(config.num_ubatches)),
+            ("build_attn", BuildAttn(table, buffers, plans)),
+            ("preprocess", Preprocess(buffers)),
+            ("forward", Forward(model, kv_cache.layers, groups, graphs, buffers.query_start_loc.device)),
+        ),
+        sample=(("sample", Sample(columns, table)), ("commit", Commit(table, spec.vocab_size))),
+        skip=(("update_states", update_states), ("idle_dispatch", dispatch.idle_step)),
+        between_steps=lambda call, work: machine.fire("dummy", work, call=call),
+        on_graph_edit=graphs.drop,
+    )
+    return Assembly(
+        config=config,
+        groups=groups,
+        kv_cache=kv_cache,
+        table=table,
+        buffers=buffers,
+        columns=columns,
+        graphs=graphs,
+        dispatch=dispatch,
+        stages=stages,
+    )
+
+
+def _dispatch(config: EngineConfig, graphs: CUDAGraphRunner) -> Dispatch:
+    sizes = config.cudagraph_capture_sizes
+    assert not isinstance(sizes, str), "an unresolved configuration reached assembly"
+    table = DispatchTable(cudagraph_mode=config.cudagraph_mode, capture_sizes=sizes, max_num_seqs=config.max_num_seqs)
+    ubatching = UBatchPolicy(
+        num_ubatches=config.num_ubatches,
+        decode_threshold=config.ubatch_decode_threshold,
+        prefill_threshold=config.ubatch_prefill_threshold,
+    )
+    return Dispatch(table, graphs.captured, SoloCoordinator(), ubatching)
+
+
+def _decided(value: int | str) -> int:
+    assert isinstance(value, int), "an unresolved configuration reached assembly"
+    return value

@@ -1,0 +1,65 @@
+"""Configuration: frozen records; ``resolve`` returns a new one with every "auto" decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from attrs import evolve, field, frozen
+
+from ..fsm.errors import TwoStrokeError
+from ..stages.specs import ModelSpec
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class InvalidConfig(TwoStrokeError, ValueError):
+    """A configuration value that cannot work; the message names it and what would."""
+
+
+def _sizes(value: Iterable[int] | Literal["auto"]) -> tuple[int, ...] | Literal["auto"]:
+    return value if isinstance(value, str) else tuple(sorted({int(size) for size in value}))
+
+
+@frozen(kw_only=True)
+class EngineConfig:
+    """Everything that decides how a runner is built.
+
+    Sizes are in tokens unless the name says otherwise. ``num_kv_blocks`` includes the reserved null block; "auto" sizes
+    the pool from ``kv_cache_memory_bytes`` on a CPU and from ``gpu_memory_utilization`` on a GPU.
+    ``cudagraph_mode`` is one of NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE; on a CPU the graphs are
+    stand-ins that replay closures over fixed buffers ("auto" is NONE there).
+    """
+
+    model: str = "smollm2"
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    max_model_len: int | Literal["auto"] = "auto"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_kv_blocks: int | Literal["auto"] = "auto"
+    kv_cache_memory_bytes: int = 512 * 2**20
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    cudagraph_mode: str = "auto"
+    cudagraph_capture_sizes: tuple[int, ...] | Literal["auto"] = field(default="auto", converter=_sizes)
+    num_ubatches: int = 1
+    ubatch_decode_threshold: int = 32
+    ubatch_prefill_threshold: int = 512
+    seed: int = 0
+
+    def resolve(self, spec: ModelSpec) -> EngineConfig:
+        """This configuration with every "auto" decided for a model.
+
+        Raises:
+            InvalidConfig: a value that cannot work with this model or machine.
+        """
+        from .config_rules import resolved
+
+        return resolved(self, spec)
+
+    def replace(self, **changes: object) -> EngineConfig:
+        """A copy with some values changed."""
+        return evolve(self, **changes)  # pyright: ignore[reportArgumentType]

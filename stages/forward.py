@@ -1,0 +1,128 @@
+"""Run the model: hidden states of the padded batch, then logits of the tokens that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from .forward_context import ForwardContext, Model
+from .graphs import CUDAGraphRunner, GraphError, full_graph_rows
+from .records import (
+    AttentionMetadata,
+    BatchExecutionDescriptor,
+    CUDAGraphMode,
+    ExecuteModelState,
+    ModelInputs,
+    PreparedInputs,
+    SegmentRunner,
+    UBatchSlices,
+)
+from .specs import KVCacheGroupSpec
+
+
+class Forward:
+    """The forward stage, over a graph runner: each forward is called, captured or replayed by it.
+
+    ``query_start_loc`` is the fixed buffer from which a FULL graph of a mixed batch reads where requests end.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_caches: Sequence[torch.Tensor],
+        groups: Sequence[KVCacheGroupSpec],
+        graphs: CUDAGraphRunner,
+        query_start_loc: torch.Tensor,
+    ) -> None:
+        self._model = model
+        self._kv_caches = kv_caches
+        self._group_of_layer = [0] * len(kv_caches)
+        for index, group in enumerate(groups):
+            for layer in group.layers:
+                self._group_of_layer[layer] = index
+        self._graphs = graphs
+        self._execute = graphs.run
+        self._query_start_loc = query_start_loc
+
+    def capturing(self) -> Forward:
+        """The same stage, capturing a graph where this one replays it."""
+        twin = Forward.__new__(Forward)
+        twin.__dict__.update(self.__dict__, _execute=self._graphs.capture)
+        return twin
+
+    def __call__(
+        self,
+        inputs: PreparedInputs,
+        execution: BatchExecutionDescriptor,
+        ubatches: UBatchSlices,
+        attention: AttentionMetadata,
+        model_inputs: ModelInputs,
+    ) -> ExecuteModelState:
+        """Logits in the order of ``inputs.logits_indices``, and the hidden states of the real tokens."""
+        num_tokens = len(inputs.input_ids)
+        if execution.mode is CUDAGraphMode.FULL:
+            hidden, logits = self._execute(execution, partial(self._to_logits, execution, attention), model_inputs)
+            return ExecuteModelState(_wanted_rows(logits, inputs, execution), hidden[:num_tokens])
+        parts: list[torch.Tensor] = []
+        for index, part in enumerate(ubatches.padded):
+            forward = partial(self._to_hidden, attention, index)
+            hidden = self._execute(execution, forward, _part(model_inputs, part.token_slice), index)
+            assert isinstance(hidden, torch.Tensor), "a forward to hidden states gives one tensor"
+            # What a graph returns is overwritten by its next replay, which may be the next micro-batch's.
+            parts.append(hidden if len(ubatches.padded) == 1 else hidden.clone())
+        hidden = (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_tokens]
+        indices = inputs.logits_indices
+        scored = hidden if len(indices) == num_tokens else hidden[indices]
+        return ExecuteModelState(self._model.compute_logits(scored), hidden)
+
+    def _to_hidden(
+        self, attention: AttentionMetadata, ubatch: int, model_inputs: ModelInputs, segments: SegmentRunner
+    ) -> torch.Tensor:
+        """Hidden states ``[padded tokens, hidden]`` of one micro-batch."""
+        plans = attention.plans[ubatch]
+        context = ForwardContext(
+            spec=self._model.spec,
+            plans=[plans[group] for group in self._group_of_layer],
+            kv_caches=self._kv_caches,
+            segments=segments,
+            ubatch=ubatch,
+        )
+        return self._model.forward(model_inputs, context)
+
+    def _to_logits(
+        self,
+        execution: BatchExecutionDescriptor,
+        attention: AttentionMetadata,
+        model_inputs: ModelInputs,
+        segments: SegmentRunner,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of a FULL graph: hidden states, and logits of every token (uniform) or of each request's last one."""
+        hidden = self._to_hidden(attention, 0, model_inputs, segments)
+        if execution.descriptor is not None and execution.descriptor.uniform:
+            return hidden, self._model.compute_logits(hidden)
+        last_tokens = self._query_start_loc[1 : execution.num_reqs + 1].to(torch.int64) - 1
+        return hidden, self._model.compute_logits(hidden[last_tokens])
+
+
+def _wanted_rows(logits: torch.Tensor, inputs: PreparedInputs, execution: BatchExecutionDescriptor) -> torch.Tensor:
+    """The rows of a FULL graph's logits that the step needs; the graph's own memory where it is exactly its head."""
+    assert execution.descriptor is not None, "a FULL plan names its graph"
+    rows = full_graph_rows(inputs, execution.descriptor)
+    if rows is None:
+        raise GraphError(
+            f"a FULL graph has no logits for some tokens of this batch ({execution.reason}); plan it lower"
+        )
+    if len(rows) and rows[-1] == len(rows) - 1:
+        return logits[: len(rows)]
+    return logits[torch.from_numpy(rows).to(logits.device)]
+
+
+def _part(inputs: ModelInputs, tokens: slice) -> ModelInputs:
+    return ModelInputs(
+        input_ids=None if inputs.input_ids is None else inputs.input_ids[tokens],
+        positions=inputs.positions[tokens],
+        inputs_embeds=None if inputs.inputs_embeds is None else inputs.inputs_embeds[tokens],
+        extras=inputs.extras,
+    )

@@ -1,0 +1,67 @@
+"""What a model's layers get to see of the step: an explicit argument, no global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
+
+from .attention import AttentionPlan
+from .records import EAGER_SEGMENTS, ModelInputs, SegmentRunner
+from .specs import ModelSpec
+
+
+@frozen(eq=False)
+class ForwardContext:
+    """One forward of one micro-batch.
+
+    ``plans[layer]`` and ``kv_caches[layer]`` are indexed by attention layer (layers of one group share a plan).
+    """
+
+    spec: ModelSpec
+    plans: Sequence[AttentionPlan]
+    kv_caches: Sequence[torch.Tensor]
+    segments: SegmentRunner = EAGER_SEGMENTS
+    ubatch: int = 0
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of ``layer``: ``[num_tokens, heads * head_size]`` in and out, or the same unflattened (3-D).
+
+        Keys and values are stored in the paged cache on the way.
+        """
+        layer_spec = self.spec.attention_layers[layer]
+        num_tokens, size = query.shape[0], layer_spec.head_size
+        output = self.plans[layer].run(
+            query.view(num_tokens, layer_spec.num_heads, size),
+            key.view(num_tokens, layer_spec.num_kv_heads, size),
+            value.view(num_tokens, layer_spec.num_kv_heads, size),
+            self.kv_caches[layer],
+            layer_spec,
+        )
+        return output.view(query.shape)
+
+    def segment(self, index: int, piece: Callable[..., Any], *args: Any) -> Any:
+        """Run the piece of the model before attention ``index`` (the last index is the piece after all attention).
+
+        A piece takes and returns tensors only and calls no attention, so that it can be one captured graph.
+        """
+        return self.segments.run(index, piece, *args)
+
+
+class Model(Protocol):
+    """What the forward stage calls. Layers keep no state between calls; the KV cache is in the context."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shapes of this model."""
+        ...
+
+    def forward(self, inputs: ModelInputs, context: ForwardContext) -> torch.Tensor:
+        """Hidden states ``[num_tokens, hidden]`` after the final norm."""
+        ...
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Float32 logits ``[n, vocab]`` of hidden states ``[n, hidden]``."""
+        ...

@@ -1,0 +1,99 @@
+"""Turn the batch into token-level inputs in the fixed buffers, in one vectorised pass."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .input_buffers import InputBuffers
+from .records import Batch, IntArray, PreparedInputs, PromptSpan
+from .request_table import RequestTable
+
+
+class PrepareInputs:
+    """Ids, positions, offsets and lengths, and which tokens need logits.
+
+    A request samples when its last known token is scheduled: a prompt chunk that is not the last one gets no logits,
+    unless its prompt's log probabilities are wanted.
+    """
+
+    def __init__(self, table: RequestTable, buffers: InputBuffers) -> None:
+        self._table = table
+        self._buffers = buffers
+
+    def __call__(self, batch: Batch) -> PreparedInputs:
+        """Fill the buffers and say where the logits of this step come from."""
+        table, buffers = self._table, self._buffers
+        num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+        scheduled, computed = batch.num_scheduled_tokens, batch.num_computed_tokens
+        ends = np.cumsum(scheduled)
+        seq_lens = computed + scheduled
+        requests = np.repeat(np.arange(num_reqs), scheduled)
+        positions = np.arange(num_tokens) + (computed - ends + scheduled)[requests]
+
+        buffers.positions.array[:num_tokens] = positions
+        buffers.positions.array[num_tokens:] = 0
+        buffers.input_ids.array[:num_tokens] = table.token_ids_host[batch.rows[requests], positions]
+        buffers.input_ids.array[num_tokens:] = 0
+        buffers.query_start_loc.array[0] = 0
+        buffers.query_start_loc.array[1 : num_reqs + 1] = ends
+        buffers.query_start_loc.array[num_reqs + 1 :] = num_tokens
+        buffers.seq_lens.array[:num_reqs] = seq_lens
+        buffers.seq_lens.array[num_reqs:] = 0
+
+        # Never above for a request; the null row of a dummy run knows no tokens and so counts as sampling.
+        sampling_reqs = np.flatnonzero(seq_lens >= table.num_tokens[batch.rows])
+        logits_indices = ends[sampling_reqs] - 1
+        sampling_logits = np.arange(len(sampling_reqs))
+        spans: tuple[PromptSpan, ...] = ()
+        if table.owes_prompt_logprobs[batch.rows].any():
+            logits_indices, sampling_logits, spans = self._with_prompt_spans(batch, ends, logits_indices)
+        buffers.logits_indices.array[: len(logits_indices)] = logits_indices
+        buffers.logits_indices.array[len(logits_indices) :] = 0
+        for buffer in (
+            buffers.input_ids,
+            buffers.positions,
+            buffers.query_start_loc,
+            buffers.seq_lens,
+            buffers.logits_indices,
+        ):
+            buffer.flush()
+
+        max_query_len = int(scheduled.max(initial=0))
+        return PreparedInputs(
+            input_ids=buffers.input_ids.device[:num_tokens],
+            positions=buffers.positions.device[:num_tokens],
+            query_start_loc=buffers.query_start_loc.device[: num_reqs + 1],
+            seq_lens=buffers.seq_lens.device[:num_reqs],
+            logits_indices=buffers.logits_indices.device[: len(logits_indices)],
+            query_start_loc_host=buffers.query_start_loc.array[: num_reqs + 1],
+            seq_lens_host=buffers.seq_lens.array[:num_reqs],
+            logits_indices_host=logits_indices,
+            sampling_reqs=sampling_reqs,
+            sampling_logits=sampling_logits,
+            prompt_spans=spans,
+            max_query_len=max_query_len,
+            max_seq_len=int(seq_lens.max(initial=0)),
+            is_uniform_decode=max_query_len == 1,
+        )
+
+    def _with_prompt_spans(
+        self, batch: Batch, ends: IntArray, sampling_tokens: IntArray
+    ) -> tuple[IntArray, IntArray, tuple[PromptSpan, ...]]:
+        """Logits indices that also cover wanted prompt positions, where sampling finds its rows, and the spans."""
+        table = self._table
+        wanted: list[tuple[int, int, int, int]] = []
+        for index in np.flatnonzero(table.owes_prompt_logprobs[batch.rows]).tolist():
+            collected = table.records[batch.req_ids[index]].prompt_logprobs
+            assert collected is not None, f"row of {batch.req_ids[index]!r} owes prompt logprobs that it never wanted"
+            computed, scheduled = int(batch.num_computed_tokens[index]), int(batch.num_scheduled_tokens[index])
+            start = max(computed, collected.num_done)
+            count = max(min(computed + scheduled, collected.num_positions) - start, 0)
+            if count or not collected.num_left:
+                wanted.append((index, int(ends[index]) - scheduled + start - computed, count, start))
+        pieces = [np.arange(first, first + count) for _, first, count, _ in wanted]
+        logits_indices = np.unique(np.concatenate([sampling_tokens, *pieces]))
+        spans = tuple(
+            PromptSpan(index, int(np.searchsorted(logits_indices, first)), count, start)
+            for index, first, count, start in wanted
+        )
+        return logits_indices, np.searchsorted(logits_indices, sampling_tokens), spans

@@ -1,0 +1,199 @@
+"""The records that flow between stages. Each is written by exactly one stage; tensors live until the next step.
+
+numpy arrays are host facts, tensors are device data (on a CPU the two may share memory). ``num_reqs`` counts the
+requests of the batch, ``num_tokens`` their scheduled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import field, frozen
+
+from .attention import AttentionPlan
+from .io import LogprobsLists
+
+IntArray = npt.NDArray[np.int64]
+
+
+class CUDAGraphMode(Enum):
+    """How a forward runs; larger is better. Data-parallel ranks agree on the minimum."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+
+
+@frozen(eq=False)
+class Batch:
+    """The requests of this step (update_states). Arrays are int64 ``[num_reqs]``, in batch order.
+
+    ``rows`` are rows of the request table, ``num_scheduled_tokens`` the tokens to compute now,
+    ``num_computed_tokens`` those computed before.
+    """
+
+    req_ids: Sequence[str]
+    rows: IntArray
+    num_scheduled_tokens: IntArray
+    num_computed_tokens: IntArray
+    num_tokens: int
+    has_lora: bool = False
+    eager_reason: str | None = None
+    """Why this step must not use a graph (its inputs differ from what a graph can replay), or None."""
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in the batch."""
+        return len(self.req_ids)
+
+
+class PromptSpan(NamedTuple):
+    """``num_positions`` logits rows, from ``first_logit`` on, that score the prompt tokens from ``position + 1`` on."""
+
+    batch_index: int
+    first_logit: int
+    num_positions: int
+    position: int
+
+
+@frozen(kw_only=True, eq=False)
+class PreparedInputs:
+    """Token-level inputs (prepare_inputs): views of the fixed buffers, cut to the real sizes.
+
+    ``input_ids`` int32 and ``positions`` int64 ``[num_tokens]``; ``query_start_loc`` int32 ``[num_reqs + 1]``;
+    ``seq_lens`` int32 ``[num_reqs]`` (computed + scheduled); ``logits_indices`` int64 ``[num_logits]``, ascending token
+    indices whose logits are needed. ``sampling_reqs`` int64 ``[num_sampling]`` are the batch indices that sample (their
+    last known token is scheduled), ``sampling_logits`` the logits row of each. ``prompt_spans`` ask for prompt
+    logprobs. ``*_host`` are the host copies. ``is_uniform_decode``: every request schedules one token.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    logits_indices: torch.Tensor
+    query_start_loc_host: npt.NDArray[np.int32]
+    seq_lens_host: npt.NDArray[np.int32]
+    logits_indices_host: IntArray
+    sampling_reqs: IntArray
+    sampling_logits: IntArray
+    prompt_spans: tuple[PromptSpan, ...]
+    max_query_len: int
+    max_seq_len: int
+    is_uniform_decode: bool
+
+
+class BatchDescriptor(NamedTuple):
+    """The key of a captured graph. ``num_reqs`` is None where the graph does not depend on it (PIECEWISE)."""
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+
+
+@frozen(kw_only=True)
+class BatchExecutionDescriptor:
+    """How the batch runs (dispatch). ``num_tokens`` and ``num_reqs`` are padded; ``reason`` says why this mode."""
+
+    mode: CUDAGraphMode
+    num_tokens: int
+    num_reqs: int
+    descriptor: BatchDescriptor | None = None
+    should_ubatch: bool = False
+    num_tokens_across_dp: tuple[int, ...] | None = None
+    reason: str = ""
+
+
+class UBatchSlice(NamedTuple):
+    """One micro-batch: half-open ranges of requests and of tokens. A request cut by a border is in both neighbours."""
+
+    request_slice: slice
+    token_slice: slice
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in this micro-batch."""
+        return self.token_slice.stop - self.token_slice.start
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests with at least one token in this micro-batch."""
+        return self.request_slice.stop - self.request_slice.start
+
+
+@frozen(kw_only=True)
+class UBatchSlices:
+    """The micro-batches (ubatch_slice): ``slices`` covers the real tokens, ``padded`` the planned shape."""
+
+    slices: tuple[UBatchSlice, ...]
+    padded: tuple[UBatchSlice, ...]
+
+
+@frozen(eq=False)
+class AttentionMetadata:
+    """Attention plans (build_attn): ``plans[ubatch][group]``; ``slot_mapping[group]`` int64 ``[padded num_tokens]``."""
+
+    plans: tuple[tuple[AttentionPlan, ...], ...]
+    slot_mapping: tuple[torch.Tensor, ...]
+
+
+@frozen(eq=False)
+class ModelInputs:
+    """What the model is called with (preprocess), padded: ids or embeddings, positions, and model-specific extras."""
+
+    input_ids: torch.Tensor | None
+    positions: torch.Tensor
+    inputs_embeds: torch.Tensor | None = None
+    extras: Mapping[str, Any] = field(factory=dict)
+
+
+@frozen(eq=False)
+class IntermediateTensors:
+    """What a pipeline-parallel rank hands to the next: named tensors ``[num_tokens, …]``."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+
+@frozen(eq=False)
+class ExecuteModelState:
+    """What the forward left: ``logits`` float32 ``[num_logits, vocab]``, ``hidden_states`` ``[num_tokens, hidden]``.
+
+    Rows of ``logits`` follow :attr:`PreparedInputs.logits_indices`. Never written: sampling can be retried.
+    """
+
+    logits: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+
+
+@frozen(eq=False)
+class SamplerOutput:
+    """Sampled tokens (sample): ``sampled_token_ids`` int64 ``[num_sampling]``, in the order of ``sampling_reqs``.
+
+    ``failed`` maps a position in ``sampling_reqs`` to the error of that request; its token is ignored. ``logprobs`` has
+    a row for each sampling request that asked (``logprobs_reqs``: their positions in ``sampling_reqs``).
+    ``prompt_logprobs[i]`` belongs to ``PreparedInputs.prompt_spans[i]``.
+    """
+
+    sampled_token_ids: torch.Tensor
+    failed: Mapping[int, Exception] = field(factory=dict)
+    num_nans: Mapping[int, int] = field(factory=dict)
+    logprobs: LogprobsLists | None = None
+    logprobs_reqs: IntArray | None = None
+    prompt_logprobs: tuple[LogprobsLists, ...] = ()
+
+
+class SegmentRunner:
+    """Runs a piece of a model between two attention calls; this one just calls it."""
+
+    def run(self, index: int, piece: Callable[..., Any], *args: Any) -> Any:
+        """``piece(*args)``. A capturing or replaying runner keeps one graph for each index."""
+        return piece(*args)
+
+
+EAGER_SEGMENTS = SegmentRunner()

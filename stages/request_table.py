@@ -1,0 +1,188 @@
+"""Per-request state. A request keeps one row from being scheduled until it finishes or is preempted.
+
+Rows never move, so nothing that is indexed by row has to be swapped or condensed. What a request is (prompt,
+parameters, seed) lies in its :class:`RequestRecord`, which outlives preemption; what a step computes with lies in
+the row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define
+
+from ..fsm import Transaction
+from .block_table import BlockTable
+from .columns import Column
+from .io import BlockIds
+from .prompt_logprobs import PromptLogprobs
+from .sampling_params import SamplingParams
+from .specs import NULL_ROW, KVCacheGroupSpec
+
+TokenArray = npt.NDArray[np.int32]
+
+
+@define(eq=False)
+class RequestRecord:
+    """What stays true of a request while it comes and goes.
+
+    ``row`` is None while it is preempted; ``saved_tokens`` then holds every known token. ``prompt_logprobs`` collects
+    the prompt's log probabilities across chunks and preemptions, for requests that asked.
+    """
+
+    req_id: str
+    prompt_token_ids: TokenArray
+    sampling_params: SamplingParams
+    seed: int
+    row: int | None = None
+    saved_tokens: TokenArray | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+def seed_of(req_id: str, params: SamplingParams, engine_seed: int) -> int:
+    """The request's 64-bit seed: its own, or a hash of the engine's seed and its id, so that arrival order is moot."""
+    if params.seed is not None:
+        return params.seed % 2**64
+    digest = hashlib.blake2b(req_id.encode(), digest_size=8, key=engine_seed.to_bytes(16, "little", signed=True))
+    return int.from_bytes(digest.digest(), "little")
+
+
+class RequestTable:
+    """Rows of live requests, the records behind them, and the columns that features add.
+
+    Capacity is ``max_num_seqs`` for each step that may be in flight at once, twice over, plus the null row: a row freed
+    by a step is given out again only after that step committed. ``token_ids`` int32 ``[num_rows, max_model_len + 1]``
+    (the extra place takes the token sampled at the very last position); ``num_tokens`` counts known tokens,
+    ``num_prompt_tokens`` those of the prompt, ``num_computed_tokens`` those computed before this step, each int64
+    ``[num_rows]``. ``owes_prompt_logprobs`` marks rows whose table of prompt log probabilities is not delivered yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        groups: Sequence[KVCacheGroupSpec],
+        columns: Sequence[Column] = (),
+        depth: int = 1,
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.num_rows = max_num_seqs * (depth + 1) + 1
+        self.token_ids = torch.zeros(self.num_rows, max_model_len + 1, dtype=torch.int32)
+        self.token_ids_host: TokenArray = self.token_ids.numpy()
+        self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens = (
+            np.zeros(self.num_rows, dtype=np.int64) for _ in range(3)
+        )
+        self.owes_prompt_logprobs = np.zeros(self.num_rows, dtype=np.bool_)
+        self.block_tables = tuple(BlockTable(self.num_rows, max_model_len, group) for group in groups)
+        self.columns = tuple(columns)
+        self.records: dict[str, RequestRecord] = {}
+        self.rows: dict[str, int] = {}
+        self._free_rows = [row for row in range(self.num_rows - 1, -1, -1) if row != NULL_ROW]
+
+    def add(self, record: RequestRecord, tokens: TokenArray, transaction: Transaction) -> None:
+        """Take in a new request and bind it to a row."""
+        transaction.on_undo(self.records.pop, record.req_id, None)
+        self.records[record.req_id] = record
+        self.bind(record, tokens, transaction)
+
+    def bind(self, record: RequestRecord, tokens: TokenArray, transaction: Transaction) -> None:
+        """Give a request a clean row that holds ``tokens``."""
+        row = self._free_rows[-1]
+        transaction.on_undo(self._unbind, record, row, record.saved_tokens)
+        self._free_rows.pop()
+        self.token_ids_host[row, : len(tokens)] = tokens
+        self.num_tokens[row] = len(tokens)
+        self.num_prompt_tokens[row] = len(record.prompt_token_ids)
+        self.owes_prompt_logprobs[row] = record.prompt_logprobs is not None and not record.prompt_logprobs.is_delivered
+        for column in self.columns:
+            column.add(row, record)
+        record.row, record.saved_tokens = row, None
+        self.rows[record.req_id] = row
+
+    def _unbind(self, record: RequestRecord, row: int, saved_tokens: TokenArray | None) -> None:
+        record.row, record.saved_tokens = None, saved_tokens
+        self.rows.pop(record.req_id, None)
+        if row not in self._free_rows:
+            self._release_row(row)
+
+    def preempt(self, record: RequestRecord, transaction: Transaction) -> None:
+        """Take a request's row away and keep its tokens on the record."""
+        row = record.row
+        if row is None:
+            return
+        transaction.on_undo(self._rebind, record, row)
+        record.saved_tokens = self.token_ids_host[row, : self.num_tokens[row]].copy()
+        record.row = None
+        self.rows.pop(record.req_id, None)
+        transaction.on_commit(self._release_row, row)
+
+    def finish(self, record: RequestRecord, transaction: Transaction) -> None:
+        """Forget a request."""
+        row = record.row
+        transaction.on_undo(self._rebind, record, row)
+        self.records.pop(record.req_id, None)
+        if row is not None:
+            self.rows.pop(record.req_id, None)
+            record.row = None
+            transaction.on_commit(self._release_row, row)
+
+    def _rebind(self, record: RequestRecord, row: int | None) -> None:
+        self.records[record.req_id] = record
+        if row is not None:
+            record.row, record.saved_tokens = row, None
+            self.rows[record.req_id] = row
+
+    def _release_row(self, row: int) -> None:
+        self.num_tokens[row] = self.num_prompt_tokens[row] = self.num_computed_tokens[row] = 0
+        self.owes_prompt_logprobs[row] = False
+        for table in self.block_tables:
+            table.clear(row)
+        for column in self.columns:
+            column.drop(row)
+        self._free_rows.append(row)
+
+    def set_tokens(self, row: int, start: int, tokens: TokenArray, transaction: Transaction) -> None:
+        """Write ``tokens`` at ``start`` and make them the last known ones."""
+        stop = start + len(tokens)
+        before = self.token_ids_host[row, start : max(stop, int(self.num_tokens[row]))].copy()
+        transaction.on_undo(self._restore_tokens, row, start, before, int(self.num_tokens[row]))
+        self.token_ids_host[row, start:stop] = tokens
+        self.num_tokens[row] = stop
+
+    def _restore_tokens(self, row: int, start: int, tokens: TokenArray, count: int) -> None:
+        self.token_ids_host[row, start : start + len(tokens)] = tokens
+        self.num_tokens[row] = count
+
+    def append_blocks(self, row: int, block_ids: BlockIds, transaction: Transaction) -> None:
+        """Add blocks of every group to a row's tables."""
+        for table, ids in zip(self.block_tables, block_ids, strict=True):
+            if len(ids):
+                transaction.on_undo(table.restore_count, row, int(table.counts[row]))
+                table.append(row, ids)
+
+    def set_computed(
+        self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], transaction: Transaction
+    ) -> None:
+        """Set how many tokens of each row were computed before this step."""
+        transaction.on_undo(_put, self.num_computed_tokens, rows, self.num_computed_tokens[rows])
+        self.num_computed_tokens[rows] = counts
+
+    @property
+    def num_live(self) -> int:
+        """Requests that hold a row."""
+        return len(self.rows)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that can be given out."""
+        return len(self._free_rows)
+
+
+def _put(array: npt.NDArray[np.int64], index: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
+    array[index] = values

@@ -1,0 +1,65 @@
+"""Bring the request table in line with the scheduler: finished and preempted out, new and resumed in, others on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..fsm import Transaction
+from .io import SchedulerOutput
+from .records import Batch
+from .request_table import RequestTable
+from .scheduler_checks import SchedulerOutputCheck
+from .step_changes import StepLimits
+
+
+class UpdateStates:
+    """First stage of a step. Refuses a wrong scheduler output whole, before anything changes."""
+
+    def __init__(self, table: RequestTable, limits: StepLimits) -> None:
+        self._table = table
+        self._limits = limits
+
+    def __call__(self, scheduler_output: SchedulerOutput, transaction: Transaction) -> Batch:
+        """The batch, in the order of the scheduler's lists: continued and resumed requests, then new ones.
+
+        Raises:
+            InvalidSchedulerOutput: naming the request and the reason.
+        """
+        table = self._table
+        changes = SchedulerOutputCheck(scheduler_output, table, self._limits).changes
+        for record in changes.finished:
+            table.finish(record, transaction)
+        for record in changes.preempted:
+            table.preempt(record, transaction)
+        for binding in changes.bindings:
+            if binding.is_new:
+                table.add(binding.record, binding.tokens, transaction)
+            else:
+                table.bind(binding.record, binding.tokens, transaction)
+            row = table.rows[binding.record.req_id]
+            table.append_blocks(row, binding.block_ids, transaction)
+            table.num_computed_tokens[row] = binding.num_computed_tokens
+        continued = changes.continued
+        for row, start, tokens in continued.tokens:
+            table.set_tokens(row, start, tokens, transaction)
+        for row, block_ids in continued.blocks:
+            table.append_blocks(row, block_ids, transaction)
+        table.set_computed(continued.rows, continued.num_computed_tokens, transaction)
+        for column in table.columns:
+            column.flush()
+        return self._batch(scheduler_output, transaction)
+
+    def _batch(self, scheduler_output: SchedulerOutput, transaction: Transaction) -> Batch:
+        table = self._table
+        req_ids = [*scheduler_output.scheduled_cached_reqs.req_ids]
+        req_ids += [data.req_id for data in scheduler_output.scheduled_new_reqs]
+        transaction.request_ids = req_ids
+        counts = scheduler_output.num_scheduled_tokens
+        rows = np.asarray([table.rows[req_id] for req_id in req_ids], dtype=np.int64)
+        return Batch(
+            req_ids=req_ids,
+            rows=rows,
+            num_scheduled_tokens=np.asarray([counts[req_id] for req_id in req_ids], dtype=np.int64),
+            num_computed_tokens=table.num_computed_tokens[rows],
+            num_tokens=scheduler_output.total_num_scheduled_tokens,
+        )
