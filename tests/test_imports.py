@@ -113,7 +113,7 @@ def test_a_needed_torch_is_found(tmp_path: Path) -> None:
 
 FIND_WORK = """
 import importlib, json, logging, os, random, signal, sys, threading
-import numpy, torch
+import numpy, rich.style, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 done = []

@@ -1,0 +1,113 @@
+"""One-liners: a model, prompts in, texts out."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from ..stages.errors import InvalidSamplingParams
+from ..stages.sampling_params import SamplingParams
+from .config import EngineConfig
+from .loop_admission import Prompt, is_chat
+from .loop_handle import RequestHandle
+from .model_runner import ModelRunner, build_runner
+from .outputs import RequestOutput
+from .serving_loop import ServingLoop
+
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Chat = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model behind a serving loop of its own, for programs that only want answers.
+
+    Args:
+        model: a Hugging Face folder or hub id, a GGUF file, or "smollm2" for the packaged model.
+        overrides: any other field of :class:`EngineConfig`.
+
+    Raises:
+        ModelLoadError: the model can't be read.
+        InvalidConfig: a setting that cannot work.
+    """
+
+    def __init__(self, model: str = "smollm2", **overrides: Any) -> None:
+        self.runner = build_runner(EngineConfig(model=model, **overrides))
+        self.loop = ServingLoop(self.runner).start()
+        # Also when it is garbage, or the program ends.
+        self._close = weakref.finalize(self, _shut, self.loop, self.runner)
+
+    def generate(
+        self, prompts: Prompts, sampling_params: Params = None, *, progress: bool = False
+    ) -> list[RequestOutput]:
+        """Results in the order of the prompts.
+
+        Args:
+            prompts: one or a list of: text, token ids (a list, or ``{"prompt_token_ids": [...]}``), chat messages.
+            sampling_params: for all prompts, or a list with one for each.
+            progress: count what is done on stderr.
+
+        Raises:
+            TwoStrokeError: a prompt was refused or failed; the others are aborted.
+        """
+        chosen = as_prompts(prompts)
+        handles: list[RequestHandle] = []
+        try:
+            for prompt, params in zip(chosen, _params_for(chosen, sampling_params), strict=True):
+                handles.append(self.loop.add(prompt, params))
+            results: list[RequestOutput] = []
+            for handle in handles:
+                results.append(handle.result())
+                if progress:
+                    _show_progress(len(results), len(handles))
+            return results
+        finally:
+            for handle in handles:
+                handle.close()
+
+    def chat(
+        self, messages: Chat | Sequence[Chat], sampling_params: Params = None, *, progress: bool = False
+    ) -> list[RequestOutput]:
+        """Like :meth:`generate`, for one conversation or a list of them."""
+        return self.generate(messages, sampling_params, progress=progress)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestHandle:
+        """One prompt, to be iterated over (``for`` or ``async for``) while its text comes."""
+        return self.loop.add(prompt, sampling_params or SamplingParams())
+
+    def close(self) -> None:
+        """Stop serving and free the model; requests in flight end with finish reason "abort". Idempotent."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def as_prompts(prompts: Prompts) -> list[Prompt]:
+    """A list of prompts, from one prompt or several."""
+    if isinstance(prompts, (str, Mapping)) or is_chat(prompts):
+        return [prompts]
+    several: list[Any] = list(prompts)
+    return [several] if several and all(isinstance(token, int) for token in several) else several
+
+
+def _params_for(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidSamplingParams("sampling_params", f"{len(params)} were given for {len(prompts)} prompts")
+    return params
+
+
+def _show_progress(done: int, total: int) -> None:
+    print(f"\r{done}/{total} requests", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+def _shut(loop: ServingLoop, runner: ModelRunner) -> None:
+    loop.stop()
+    runner.shutdown()
