@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from attrs import frozen
 
 from ..stages.build_attn import BuildAttn
@@ -30,6 +30,7 @@ from .stage_set import StageSet
 
 if TYPE_CHECKING:
     from ..fsm import StepMachine
+    from ..stages.device import Device
     from ..stages.forward_context import Model
     from ..stages.specs import KVCacheGroupSpec
 
@@ -49,15 +50,17 @@ class Assembly:
     stages: StageSet
 
 
-def assemble(model: Model, config: EngineConfig, machine: StepMachine) -> Assembly:
+def assemble(
+    model: Model, config: EngineConfig, machine: StepMachine, device: Device, on_error: Callable[[BaseException], None]
+) -> Assembly:
     """Everything for one model and one resolved configuration; stages are editable while ``machine`` is idle."""
-    spec, device = model.spec, torch.device(config.device)
+    spec = model.spec
     max_model_len, num_blocks = _decided(config.max_model_len), _decided(config.num_kv_blocks)
     groups = kv_cache_groups(spec, config.block_size)
     rows = config.max_num_seqs * 2 + 1
     columns = SamplingColumns(rows, spec.vocab_size)
     table = RequestTable(
-        max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, groups=groups, columns=(columns,)
+        max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, groups=groups, columns=(columns,), device=device
     )
     buffers = InputBuffers(
         max_tokens=config.max_num_batched_tokens,
@@ -88,7 +91,7 @@ def assemble(model: Model, config: EngineConfig, machine: StepMachine) -> Assemb
             ("preprocess", Preprocess(buffers)),
             ("forward", Forward(model, kv_cache.layers, groups, graphs, buffers.query_start_loc.device)),
         ),
-        sample=(("sample", Sample(columns, table)), ("commit", Commit(table, spec.vocab_size))),
+        sample=(("sample", Sample(columns, table)), ("commit", Commit(table, spec.vocab_size, on_error))),
         skip=(("update_states", update_states), ("idle_dispatch", dispatch.idle_step)),
         between_steps=lambda call, work: machine.fire("dummy", work, call=call),
         on_graph_edit=graphs.drop,

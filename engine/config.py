@@ -27,7 +27,8 @@ class EngineConfig:
     """Everything that decides how a runner is built.
 
     Sizes are in tokens unless the name says otherwise. ``num_kv_blocks`` includes the reserved null block; "auto" sizes
-    the pool from ``kv_cache_memory_bytes`` on a CPU and from ``gpu_memory_utilization`` on a GPU.
+    the pool from ``kv_cache_memory_bytes``.
+    ``async_scheduling`` makes ``sample_tokens`` return an output that is still on its way; without it, it waits.
     ``cudagraph_mode`` is one of NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE; on a CPU the graphs are
     stand-ins that replay closures over fixed buffers ("auto" is NONE there).
     """
@@ -41,8 +42,8 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | Literal["auto"] = "auto"
     kv_cache_memory_bytes: int = 512 * 2**20
-    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    async_scheduling: bool = True
     cudagraph_mode: str = "auto"
     cudagraph_capture_sizes: tuple[int, ...] | Literal["auto"] = field(default="auto", converter=_sizes)
     num_ubatches: int = 1

@@ -21,9 +21,9 @@ def resolved(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """
     _check_sizes(config)
     device = resolved_device(config.device)
-    dtype = resolved_dtype(config.dtype, device)
+    dtype = resolved_dtype(config.dtype)
     max_model_len = _max_model_len(config, spec)
-    num_kv_blocks = _num_kv_blocks(config, spec, DTYPES[dtype], device)
+    num_kv_blocks = _num_kv_blocks(config, spec, DTYPES[dtype])
     usable = (num_kv_blocks - 1) * config.block_size
     if max_model_len > usable:
         if config.max_model_len != "auto":
@@ -34,7 +34,7 @@ def resolved(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         max_model_len = usable
     mode = config.cudagraph_mode
     if mode == "auto":
-        mode = "NONE" if device == "cpu" else "FULL_AND_PIECEWISE"
+        mode = "NONE"
     return config.replace(
         device=device,
         dtype=dtype,
@@ -46,21 +46,16 @@ def resolved(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 
 def resolved_device(device: str) -> str:
-    """The device to run on; "auto" takes a GPU where torch sees one."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.split(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise InvalidConfig(f"device {device!r} is not supported; use 'cpu', 'cuda' or 'auto'")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InvalidConfig("device 'cuda' was asked for, but torch sees no GPU; use device='cpu' or 'auto'")
-    return device
+    """The device to run on. There are no kernels for others than the CPU yet."""
+    if device not in ("auto", "cpu"):
+        raise InvalidConfig(f"device {device!r} is not supported yet; use 'cpu' or 'auto'")
+    return "cpu"
 
 
-def resolved_dtype(dtype: str, device: str) -> str:
-    """The name of the compute type; "auto" is float32 on a CPU and bfloat16 on a GPU."""
+def resolved_dtype(dtype: str) -> str:
+    """The name of the compute type; "auto" is float32 on a CPU."""
     if dtype == "auto":
-        return "float32" if device == "cpu" else "bfloat16"
+        return "float32"
     if dtype not in DTYPES:
         raise InvalidConfig(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)} or 'auto'")
     return dtype
@@ -91,7 +86,7 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_len
 
 
-def _num_kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str) -> int:
+def _num_kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
     if config.num_kv_blocks != "auto":
         if config.num_kv_blocks < 2:
             raise InvalidConfig(
@@ -99,12 +94,7 @@ def _num_kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, de
             )
         return config.num_kv_blocks
     size = block_bytes(spec.attention_layers, config.block_size, dtype)
-    budget = config.kv_cache_memory_bytes
-    if device == "cpu":
-        budget = min(budget, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    else:
-        free, total = torch.cuda.mem_get_info()
-        budget = int(config.gpu_memory_utilization * total) - (total - free)
+    budget = min(config.kv_cache_memory_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     if budget < 2 * size:
         raise InvalidConfig(f"{budget} bytes hold no KV-cache block of {size} bytes; raise kv_cache_memory_bytes")
     return budget // size

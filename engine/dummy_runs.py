@@ -43,10 +43,10 @@ class DummyRuns:
         config = self._parts.config
         num_reqs = config.max_num_seqs
         num_tokens = min(config.max_num_batched_tokens, num_reqs * self._parts.table.max_model_len)
-        before, start = _peak_bytes(config.device), time.perf_counter()
+        before, start = _peak_bytes(), time.perf_counter()
         self._run(self._batch(num_tokens, num_reqs), self._parts.stages.dummy)
         seconds = time.perf_counter() - start
-        peak = _peak_bytes(config.device) - before
+        peak = _peak_bytes() - before
         return ProfileResult(num_tokens=num_tokens, num_reqs=num_reqs, seconds=seconds, peak_bytes=max(peak, 0))
 
     def capture(self) -> int:
@@ -92,9 +92,6 @@ class DummyRuns:
         transaction.commit()
 
 
-def _peak_bytes(device: str) -> int:
-    """High-water mark of memory so far: of the allocator on a GPU, of the process on a CPU."""
-    if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+def _peak_bytes() -> int:
+    """High-water mark of the process's memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -241,7 +241,7 @@ class ServingLoop:
         try:
             output = self.runner.execute_model(scheduled)
             if output is None:
-                output = self.runner.sample_tokens()
+                output = self.runner.sample_tokens().get_output()
         except (StageFailed, InputRefused) as error:
             self._fail_step(scheduled, error)
             return True

@@ -6,17 +6,24 @@ block ids are per KV-cache group, and nothing here holds a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from .sampling_params import SamplingParams
 
+V = TypeVar("V")
+
 BlockIds = Sequence[Sequence[int]]
 """Block ids of one request: one list for each KV-cache group."""
+
+
+def _only(values: Mapping[str, V], req_ids: Collection[str]) -> dict[str, V]:
+    return {req_id: value for req_id, value in values.items() if req_id in req_ids}
 
 
 @frozen(kw_only=True)
@@ -64,6 +71,19 @@ class CachedRequestData:
         """No continued requests."""
         return cls()
 
+    def restricted_to(self, req_ids: Collection[str]) -> CachedRequestData:
+        """The entries of ``req_ids``."""
+        kept = [index for index, req_id in enumerate(self.req_ids) if req_id in req_ids]
+        lists = {
+            name: [values[index] for index in kept] if len(values := getattr(self, name)) else ()
+            for name in ("req_ids", "new_token_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens")
+        }
+        return CachedRequestData(
+            resumed_req_ids=self.resumed_req_ids & set(req_ids),
+            all_token_ids=_only(self.all_token_ids, req_ids),
+            **lists,
+        )
+
 
 @frozen(kw_only=True)
 class SchedulerOutput:
@@ -85,6 +105,27 @@ class SchedulerOutput:
     def make_empty(cls) -> SchedulerOutput:
         """A step that schedules nothing."""
         return cls()
+
+    def restricted_to(self, req_ids: Iterable[str], *, is_first: bool = True) -> SchedulerOutput:
+        """The part of this step that schedules ``req_ids`` (those of them that it schedules at all).
+
+        A step can be executed in parts; the first carries the finished and preempted ids, later ones none.
+        """
+        kept = set(req_ids) & self.num_scheduled_tokens.keys()
+        counts = {req_id: count for req_id, count in self.num_scheduled_tokens.items() if req_id in kept}
+        return evolve(
+            self,
+            scheduled_new_reqs=[data for data in self.scheduled_new_reqs if data.req_id in kept],
+            scheduled_cached_reqs=self.scheduled_cached_reqs.restricted_to(kept),
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_spec_decode_tokens=_only(self.scheduled_spec_decode_tokens, kept),
+            scheduled_encoder_inputs=_only(self.scheduled_encoder_inputs, kept),
+            finished_req_ids=self.finished_req_ids if is_first else frozenset(),
+            preempted_req_ids=self.preempted_req_ids if is_first else frozenset(),
+            free_encoder_mm_hashes=self.free_encoder_mm_hashes if is_first else (),
+            num_common_prefix_blocks=[0] * len(self.num_common_prefix_blocks),
+        )
 
 
 @frozen(kw_only=True, eq=False)
@@ -144,6 +185,30 @@ class ModelRunnerOutput:
     kv_connector_output: Any = None
     num_nans_in_logits: Mapping[str, int] = field(factory=dict)
     request_errors: Mapping[str, Exception] = field(factory=dict)
+
+    def ready(self) -> bool:
+        """True: an output that is here can be read like one that is on its way."""
+        return True
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Itself."""
+        return self
+
+
+class AsyncModelRunnerOutput(ABC):
+    """A step's output on its way from the device. May be read from any thread."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether ``get_output`` would return at once. Never waits."""
+
+    @abstractmethod
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the output; the same object each time.
+
+        Raises:
+            Exception: whatever went wrong on the device after it was launched. The runner is FAULTED then.
+        """
 
 
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()

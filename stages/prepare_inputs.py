@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from .input_buffers import InputBuffers
 from .records import Batch, IntArray, PreparedInputs, PromptSpan
@@ -23,6 +24,7 @@ class PrepareInputs:
     def __call__(self, batch: Batch) -> PreparedInputs:
         """Fill the buffers and say where the logits of this step come from."""
         table, buffers = self._table, self._buffers
+        buffers.begin_step()
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         scheduled, computed = batch.num_scheduled_tokens, batch.num_computed_tokens
         ends = np.cumsum(scheduled)
@@ -32,8 +34,7 @@ class PrepareInputs:
 
         buffers.positions.array[:num_tokens] = positions
         buffers.positions.array[num_tokens:] = 0
-        buffers.input_ids.array[:num_tokens] = table.token_ids_host[batch.rows[requests], positions]
-        buffers.input_ids.array[num_tokens:] = 0
+        buffers.token_index.array[:num_tokens] = batch.rows[requests] * table.token_ids.shape[1] + positions
         buffers.query_start_loc.array[0] = 0
         buffers.query_start_loc.array[1 : num_reqs + 1] = ends
         buffers.query_start_loc.array[num_reqs + 1 :] = num_tokens
@@ -50,17 +51,21 @@ class PrepareInputs:
         buffers.logits_indices.array[: len(logits_indices)] = logits_indices
         buffers.logits_indices.array[len(logits_indices) :] = 0
         for buffer in (
-            buffers.input_ids,
             buffers.positions,
+            buffers.token_index,
             buffers.query_start_loc,
             buffers.seq_lens,
             buffers.logits_indices,
         ):
             buffer.flush()
+        # Gathered on the device: the latest tokens may not have reached the host.
+        input_ids, index = buffers.input_ids[:num_tokens], buffers.token_index.device[:num_tokens]
+        torch.index_select(table.token_ids.view(-1), 0, index, out=input_ids)
+        buffers.input_ids[num_tokens:] = 0
 
         max_query_len = int(scheduled.max(initial=0))
         return PreparedInputs(
-            input_ids=buffers.input_ids.device[:num_tokens],
+            input_ids=input_ids,
             positions=buffers.positions.device[:num_tokens],
             query_start_loc=buffers.query_start_loc.device[: num_reqs + 1],
             seq_lens=buffers.seq_lens.device[:num_reqs],

@@ -15,7 +15,7 @@ class PromptLogprobs:
     Each has ``width`` = 1 + k columns.
 
     Writes are absolute, so a chunk that is computed again (a retry, a resumption) changes nothing. ``num_done`` counts
-    leading positions that are filled; the table is delivered once, when all are.
+    leading positions that were computed; the table is delivered once, when all are.
     """
 
     num_positions: int
@@ -42,10 +42,13 @@ class PromptLogprobs:
         self._token_ids[part] = rows.logprob_token_ids
         self._logprobs[part] = rows.logprobs
         self._ranks[part] = rows.sampled_token_ranks
-        self.num_done = max(self.num_done, part.stop)
+
+    def advance(self, stop: int) -> None:
+        """Positions before ``stop`` are computed; their rows arrive with the step's output, in order."""
+        self.num_done = max(self.num_done, stop)
 
     def restore(self, num_done: int, is_delivered: bool) -> None:
-        """Go back to an earlier progress (undoes ``write`` and delivery)."""
+        """Go back to an earlier progress (undoes ``advance`` and delivery)."""
         self.num_done, self.is_delivered = num_done, is_delivered
 
     def table(self) -> LogprobsLists:

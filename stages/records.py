@@ -16,7 +16,6 @@ import torch
 from attrs import field, frozen
 
 from .attention import AttentionPlan
-from .io import LogprobsLists
 
 IntArray = npt.NDArray[np.int64]
 
@@ -171,21 +170,34 @@ class ExecuteModelState:
     hidden_states: torch.Tensor | None = None
 
 
+class LogprobsTensors(NamedTuple):
+    """``token_ids`` int64 and ``logprobs`` float32 ``[n, 1 + k]``, the chosen token first; ``ranks`` int64 ``[n]``."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+
+
 @frozen(eq=False)
 class SamplerOutput:
-    """Sampled tokens (sample): ``sampled_token_ids`` int64 ``[num_sampling]``, in the order of ``sampling_reqs``.
+    """Sampled tokens (sample), on the device, in the order of ``PreparedInputs.sampling_reqs``.
 
-    ``failed`` maps a position in ``sampling_reqs`` to the error of that request; its token is ignored. ``logprobs`` has
-    a row for each sampling request that asked (``logprobs_reqs``: their positions in ``sampling_reqs``).
+    ``sampled_token_ids`` int64 ``[num_sampling]``. ``health`` int64 ``[num_sampling]``: 0 where all is well, the number
+    of NaN among a request's logits, or :data:`NOTHING_LEFT`; None if the sampler doesn't know. ``logprobs`` has a row
+    for each sampling request that asked: ``logprobs_reqs`` are their positions, ``num_logprobs`` what each asked for.
     ``prompt_logprobs[i]`` belongs to ``PreparedInputs.prompt_spans[i]``.
     """
 
     sampled_token_ids: torch.Tensor
-    failed: Mapping[int, Exception] = field(factory=dict)
-    num_nans: Mapping[int, int] = field(factory=dict)
-    logprobs: LogprobsLists | None = None
+    health: torch.Tensor | None = None
+    logprobs: LogprobsTensors | None = None
     logprobs_reqs: IntArray | None = None
-    prompt_logprobs: tuple[LogprobsLists, ...] = ()
+    num_logprobs: IntArray | None = None
+    prompt_logprobs: tuple[LogprobsTensors, ...] = ()
+
+
+NOTHING_LEFT = -1
+"""``SamplerOutput.health`` of a request whose logits are all -inf once everything that forbids tokens is applied."""
 
 
 class SegmentRunner:

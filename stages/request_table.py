@@ -8,20 +8,26 @@ the row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define
+from attrs import define, frozen
 
 from ..fsm import Transaction
 from .block_table import BlockTable
 from .columns import Column
+from .device import Device, HostDevice
 from .io import BlockIds
 from .prompt_logprobs import PromptLogprobs
 from .sampling_params import SamplingParams
 from .specs import NULL_ROW, KVCacheGroupSpec
+
+if TYPE_CHECKING:
+    from .step_output import StepOutput
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -42,6 +48,12 @@ class RequestRecord:
     saved_tokens: TokenArray | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
+    def take_token(self, position: int, token: int, host_tokens: TokenArray) -> None:
+        """A token sampled in a row that this request has left: it belongs where its tokens are now."""
+        tokens = self.saved_tokens if self.row is None else host_tokens[self.row]
+        if tokens is not None and position < len(tokens):
+            tokens[position] = token
+
 
 def seed_of(req_id: str, params: SamplingParams, engine_seed: int) -> int:
     """The request's 64-bit seed: its own, or a hash of the engine's seed and its id, so that arrival order is moot."""
@@ -51,14 +63,29 @@ def seed_of(req_id: str, params: SamplingParams, engine_seed: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+@frozen(eq=False)
+class LateTokens:
+    """Tokens that were sampled on the device and whose values the host learns later.
+
+    Parallel: the request, the row it had, that row's generation, and the token's position int64 ``[n]``.
+    """
+
+    records: Sequence[RequestRecord]
+    rows: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+
+
 class RequestTable:
     """Rows of live requests, the records behind them, and the columns that features add.
 
-    Capacity is ``max_num_seqs`` for each step that may be in flight at once, twice over, plus the null row: a row freed
-    by a step is given out again only after that step committed. ``token_ids`` int32 ``[num_rows, max_model_len + 1]``
-    (the extra place takes the token sampled at the very last position); ``num_tokens`` counts known tokens,
-    ``num_prompt_tokens`` those of the prompt, ``num_computed_tokens`` those computed before this step, each int64
-    ``[num_rows]``. ``owes_prompt_logprobs`` marks rows whose table of prompt log probabilities is not delivered yet.
+    Capacity is twice ``max_num_seqs`` plus the null row: a row freed by a step is given out again only after that step
+    committed. ``token_ids`` int32 ``[num_rows, max_model_len + 1]``, on the device, is the truth (the extra place takes
+    the token sampled at the very last position); ``token_ids_host`` has the same values, those sampled as late as they
+    arrive. ``num_tokens`` counts known tokens, ``num_prompt_tokens`` those of the prompt, ``num_computed_tokens`` those
+    computed before this step, ``generations`` how often a row changed hands, each int64 ``[num_rows]``.
+    ``owes_prompt_logprobs`` marks rows whose table of prompt log probabilities is not delivered yet. ``latest_output``
+    is the last step's output; waiting for it waits for all before it.
     """
 
     def __init__(
@@ -68,22 +95,28 @@ class RequestTable:
         max_model_len: int,
         groups: Sequence[KVCacheGroupSpec],
         columns: Sequence[Column] = (),
-        depth: int = 1,
+        device: Device | None = None,
     ) -> None:
+        self.device = device or HostDevice()
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.num_rows = max_num_seqs * (depth + 1) + 1
-        self.token_ids = torch.zeros(self.num_rows, max_model_len + 1, dtype=torch.int32)
-        self.token_ids_host: TokenArray = self.token_ids.numpy()
-        self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens = (
-            np.zeros(self.num_rows, dtype=np.int64) for _ in range(3)
+        self.num_rows = 2 * max_num_seqs + 1
+        shape = (self.num_rows, max_model_len + 1)
+        self.token_ids = torch.zeros(shape, dtype=torch.int32, device=self.device.torch_device)
+        shared = self.device.shares_host_memory
+        self.token_ids_host: TokenArray = self.token_ids.numpy() if shared else np.zeros(shape, dtype=np.int32)
+        self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens, self.generations = (
+            np.zeros(self.num_rows, dtype=np.int64) for _ in range(4)
         )
         self.owes_prompt_logprobs = np.zeros(self.num_rows, dtype=np.bool_)
         self.block_tables = tuple(BlockTable(self.num_rows, max_model_len, group) for group in groups)
         self.columns = tuple(columns)
         self.records: dict[str, RequestRecord] = {}
         self.rows: dict[str, int] = {}
+        self.latest_output: StepOutput | None = None
         self._free_rows = [row for row in range(self.num_rows - 1, -1, -1) if row != NULL_ROW]
+        self._uploads: list[tuple[int, int, TokenArray]] = []
+        self._late: deque[tuple[LateTokens, TokenArray, Collection[int]]] = deque()
 
     def add(self, record: RequestRecord, tokens: TokenArray, transaction: Transaction) -> None:
         """Take in a new request and bind it to a row."""
@@ -96,7 +129,8 @@ class RequestTable:
         row = self._free_rows[-1]
         transaction.on_undo(self._unbind, record, row, record.saved_tokens)
         self._free_rows.pop()
-        self.token_ids_host[row, : len(tokens)] = tokens
+        self.generations[row] += 1
+        self._write(row, 0, tokens)
         self.num_tokens[row] = len(tokens)
         self.num_prompt_tokens[row] = len(record.prompt_token_ids)
         self.owes_prompt_logprobs[row] = record.prompt_logprobs is not None and not record.prompt_logprobs.is_delivered
@@ -119,6 +153,7 @@ class RequestTable:
         transaction.on_undo(self._rebind, record, row)
         record.saved_tokens = self.token_ids_host[row, : self.num_tokens[row]].copy()
         record.row = None
+        self.generations[row] += 1
         self.rows.pop(record.req_id, None)
         transaction.on_commit(self._release_row, row)
 
@@ -152,12 +187,56 @@ class RequestTable:
         stop = start + len(tokens)
         before = self.token_ids_host[row, start : max(stop, int(self.num_tokens[row]))].copy()
         transaction.on_undo(self._restore_tokens, row, start, before, int(self.num_tokens[row]))
-        self.token_ids_host[row, start:stop] = tokens
+        self._write(row, start, tokens)
         self.num_tokens[row] = stop
 
     def _restore_tokens(self, row: int, start: int, tokens: TokenArray, count: int) -> None:
-        self.token_ids_host[row, start : start + len(tokens)] = tokens
+        self._write(row, start, tokens)
         self.num_tokens[row] = count
+
+    def _write(self, row: int, start: int, tokens: TokenArray) -> None:
+        self.token_ids_host[row, start : start + len(tokens)] = tokens
+        if not self.device.shares_host_memory:
+            self._uploads.append((row, start, tokens.copy()))
+
+    def flush(self) -> None:
+        """Launch the copies of all host edits, and let the columns do the same."""
+        for row, start, tokens in self._uploads:
+            self.device.upload(torch.from_numpy(tokens), self.token_ids[row, start : start + len(tokens)])
+        self._uploads.clear()
+        for column in self.columns:
+            column.flush()
+
+    def settle_tokens(self, late: LateTokens, tokens: TokenArray, failed: Collection[int]) -> None:
+        """Tokens have arrived, all but those at ``failed`` positions of ``late``. From any thread: they are queued."""
+        if failed or not self.device.shares_host_memory:
+            self._late.append((late, tokens, frozenset(failed)))
+
+    def apply_late_tokens(self) -> None:
+        """Take in what has arrived since the last step. Requests that moved on are found by record, not by row."""
+        while self._late:
+            late, tokens, failed = self._late.popleft()
+            in_place = self.generations[late.rows] == late.generations
+            rows, positions = late.rows[in_place], late.positions[in_place]
+            self.token_ids_host[rows, positions] = tokens[in_place]
+            for index in np.flatnonzero(~in_place).tolist():
+                late.records[index].take_token(int(late.positions[index]), int(tokens[index]), self.token_ids_host)
+            for index in failed:
+                self._forget_token(late.records[index], int(late.positions[index]))
+
+    def _forget_token(self, record: RequestRecord, position: int) -> None:
+        """There is no token at ``position`` after all."""
+        row = record.row
+        if row is not None and self.num_tokens[row] == position + 1:
+            self.num_tokens[row] = position
+        if record.saved_tokens is not None and len(record.saved_tokens) == position + 1:
+            record.saved_tokens = record.saved_tokens[:position]
+
+    def wait_for_tokens(self) -> None:
+        """Wait until every sampled token is known on the host."""
+        if self.latest_output is not None:
+            self.latest_output.get_output()
+            self.apply_late_tokens()
 
     def append_blocks(self, row: int, block_ids: BlockIds, transaction: Transaction) -> None:
         """Add blocks of every group to a row's tables."""

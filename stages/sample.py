@@ -5,20 +5,23 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .errors import RequestFailed
-from .io import GrammarOutput, LogprobsLists
-from .records import Batch, ExecuteModelState, IntArray, PreparedInputs, PromptSpan, SamplerOutput
+from .io import GrammarOutput
+from .records import (
+    NOTHING_LEFT,
+    Batch,
+    ExecuteModelState,
+    IntArray,
+    LogprobsTensors,
+    PreparedInputs,
+    PromptSpan,
+    SamplerOutput,
+)
 from .sampling.choose import choose_tokens
 from .sampling.columns import Feature, SamplingColumns
 from .sampling.edits import edit_logits
 from .sampling.grammar import match_grammar
-from .sampling.logprobs import gather_logprobs, to_lists_sync
+from .sampling.logprobs import gather_logprobs
 from .sampling.step import SamplingStep, TokenHistory, to_device
-
-_NOTHING_LEFT = (
-    "no token is left to sample: every logit is -inf once grammar, allowed_token_ids, bad_words, min_tokens and "
-    "logit_bias are applied"
-)
 
 
 class Sample:
@@ -52,29 +55,23 @@ class Sample:
         edited = edit_logits(raw, step, self._columns, self._table, matched)
         peaks = edited.amax(dim=1)
         tokens = choose_tokens(edited, peaks, step)
-        num_nans = _nans_sync(raw, peaks if edited is raw else raw.amax(dim=1))
-        failures = _failures_sync(num_nans, peaks)
-        logprobs, logprobs_reqs = _logprobs_sync(raw, tokens, step)
+        logprobs, logprobs_reqs, num_logprobs = _score(raw, tokens, step)
         return SamplerOutput(
             tokens,
-            failed={
-                position: RequestFailed(batch.req_ids[int(inputs.sampling_reqs[position])], reason)
-                for position, reason in failures.items()
-            },
-            num_nans=num_nans,
+            health=_health(raw, raw.amax(dim=1) if edited is not raw else peaks, peaks),
             logprobs=logprobs,
             logprobs_reqs=logprobs_reqs,
+            num_logprobs=num_logprobs,
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _score_prompt(self, batch: Batch, span: PromptSpan, logits: torch.Tensor) -> LogprobsLists:
+    def _score_prompt(self, batch: Batch, span: PromptSpan, logits: torch.Tensor) -> LogprobsTensors:
         """Log probabilities of the prompt tokens that really follow each position of a span."""
         row = int(batch.rows[span.batch_index])
         following = self._table.token_ids[row, span.position + 1 : span.position + 1 + span.num_positions]
         num_logprobs = max(int(self._columns.rows[row]["num_prompt_logprobs"]), 0)
         scored = logits[span.first_logit : span.first_logit + span.num_positions]
-        tensors = gather_logprobs(scored, following.to(scored.device, torch.int64), num_logprobs)
-        return to_lists_sync(tensors, np.full(span.num_positions, num_logprobs))
+        return gather_logprobs(scored, following.to(torch.int64), num_logprobs)
 
 
 def _select(logits: torch.Tensor, indices: IntArray) -> torch.Tensor:
@@ -84,27 +81,28 @@ def _select(logits: torch.Tensor, indices: IntArray) -> torch.Tensor:
     return logits.index_select(0, to_device(indices, logits.device))
 
 
-def _nans_sync(logits: torch.Tensor, peaks: torch.Tensor) -> dict[int, int]:
-    """How many NaN each row of raw logits holds, for rows that hold any; a row's maximum is NaN then."""
-    is_nan = np.isnan(peaks.cpu().numpy())
-    return {position: int(logits[position].isnan().sum()) for position in np.flatnonzero(is_nan).tolist()}
+def _health(logits: torch.Tensor, raw_peaks: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+    """``SamplerOutput.health``; ``raw_peaks`` and ``peaks`` ``[n]`` are the maxima of raw and of edited logits.
+
+    A row's maximum is NaN when any of the row is. Counting them takes a second look at the logits, which on a CPU,
+    where nothing has to be waited for, is given only to rows that need it.
+    """
+    health = torch.isneginf(peaks).to(torch.int64).mul_(NOTHING_LEFT)
+    is_nan = raw_peaks.isnan()
+    if logits.device.type != "cpu":
+        return torch.where(is_nan, logits.isnan().sum(dim=1), health)
+    for position in is_nan.nonzero().flatten().tolist():
+        health[position] = logits[position].isnan().sum()
+    return health
 
 
-def _failures_sync(num_nans: dict[int, int], peaks: torch.Tensor) -> dict[int, str]:
-    """Why nothing can be sampled from some rows; ``peaks`` ``[n]`` are the maxima of the edited logits."""
-    is_empty = np.isneginf(peaks.cpu().numpy())
-    reasons = dict.fromkeys(np.flatnonzero(is_empty).tolist(), _NOTHING_LEFT)
-    return reasons | {position: f"the model gave {count} NaN among its logits" for position, count in num_nans.items()}
-
-
-def _logprobs_sync(
+def _score(
     logits: torch.Tensor, tokens: torch.Tensor, step: SamplingStep
-) -> tuple[LogprobsLists | None, IntArray | None]:
-    """Log probabilities of sampled tokens under raw logits, and the positions of the requests that asked for them."""
+) -> tuple[LogprobsTensors | None, IntArray | None, IntArray | None]:
+    """Log probabilities under raw logits, the positions of the requests that asked, and for how many each."""
     if not step.uses(Feature.LOGPROBS):
-        return None, None
+        return None, None, None
     positions = step.positions_with(Feature.LOGPROBS)
     num_logprobs = step.params["num_logprobs"][positions]
     index = to_device(positions, logits.device)
-    tensors = gather_logprobs(logits[index], tokens[index], int(num_logprobs.max()))
-    return to_lists_sync(tensors, num_logprobs), positions
+    return gather_logprobs(logits[index], tokens[index], int(num_logprobs.max())), positions, num_logprobs

@@ -132,9 +132,11 @@ class SchedulerOutputCheck:
         if req_id in cached.all_token_ids:
             tokens = self._all_tokens(req_id, "all_token_ids", cached.all_token_ids[req_id], record.prompt_token_ids)
         elif record.row is None:
+            self._table.wait_for_tokens()
             assert record.saved_tokens is not None, f"preempted request {req_id!r} lost its tokens"
             tokens = record.saved_tokens
         else:
+            self._table.wait_for_tokens()
             tokens = self._table.token_ids_host[record.row, : self._table.num_tokens[record.row]].copy()
         if cached.num_output_tokens:
             tokens = tokens[: len(record.prompt_token_ids) + cached.num_output_tokens[index]]
@@ -236,6 +238,7 @@ class SchedulerOutputCheck:
                 known[position] = expected[position]
             self._check_outputs(cached, kept, expected, known)
         if cached.new_token_ids or cached.all_token_ids:
+            table.wait_for_tokens()
             for position, index in enumerate(kept):
                 req_id, row = cached.req_ids[index], int(rows[position])
                 start, tokens = 0, cached.all_token_ids.get(req_id, ())

@@ -26,6 +26,7 @@ class UpdateStates:
             InvalidSchedulerOutput: naming the request and the reason.
         """
         table = self._table
+        table.apply_late_tokens()
         changes = SchedulerOutputCheck(scheduler_output, table, self._limits).changes
         for record in changes.finished:
             table.finish(record, transaction)
@@ -45,8 +46,7 @@ class UpdateStates:
         for row, block_ids in continued.blocks:
             table.append_blocks(row, block_ids, transaction)
         table.set_computed(continued.rows, continued.num_computed_tokens, transaction)
-        for column in table.columns:
-            column.flush()
+        table.flush()
         return self._batch(scheduler_output, transaction)
 
     def _batch(self, scheduler_output: SchedulerOutput, transaction: Transaction) -> Batch:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
 import torch
 
-from ..io import LogprobsLists
-from ..records import IntArray
+from ..records import LogprobsTensors
 
 _BLOCK_ROWS = 64
 _LOW_WORD = 2**32 - 1
-
-
-class LogprobsTensors(NamedTuple):
-    """``token_ids`` int64 and ``logprobs`` float32 ``[n, 1 + k]``, the chosen token first; ``ranks`` int64 ``[n]``."""
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
 
 
 def top_tokens(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -66,12 +54,3 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
         ids = torch.cat([tokens, top_tokens(logprobs, k)], dim=1) if k else tokens
         parts.append(LogprobsTensors(ids, logprobs.gather(1, ids), (logprobs > value).sum(dim=1) + 1))
     return LogprobsTensors(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-
-
-def to_lists_sync(tensors: LogprobsTensors, num_logprobs: IntArray) -> LogprobsLists:
-    """The tensors in host memory (waits for the device); columns beyond a row's ``num_logprobs`` hold -1, ``-inf``."""
-    token_ids, logprobs, ranks = (tensor.cpu().numpy() for tensor in tensors)
-    unasked = np.arange(token_ids.shape[1]) > num_logprobs[:, None]
-    return LogprobsLists(
-        np.where(unasked, -1, token_ids), np.where(unasked, np.float32(-np.inf), logprobs), ranks.copy()
-    )

@@ -10,6 +10,7 @@ from attrs import evolve
 from twostroke.stages.attention import AttentionBatch
 from twostroke.stages.build_attn import BuildAttn
 from twostroke.stages.graphs import PlanCache
+from twostroke.stages.device import HostDevice
 from twostroke.stages.input_buffers import InputBuffers
 from twostroke.stages.prepare_inputs import PrepareInputs
 from twostroke.stages.records import Batch, BatchDescriptor, BatchExecutionDescriptor, CUDAGraphMode
@@ -45,7 +46,7 @@ class RecordingBackend:
 
 def built(kit: Any, batch: Batch, **execution: Any) -> tuple[InputBuffers, Any]:
     table = kit.table
-    buffers = InputBuffers(max_tokens=32, max_reqs=4, block_tables=table.block_tables, device=torch.device("cpu"))
+    buffers = InputBuffers(max_tokens=32, max_reqs=4, block_tables=table.block_tables, device=HostDevice())
     for block_table in buffers.block_table:
         block_table.array[:] = 10**6
     groups = [KVCacheGroupSpec(layers=(index,), block_size=4) for index in range(len(table.block_tables))]
@@ -85,7 +86,7 @@ def test_G4_padding_holds_no_live_slot_row_or_length(kit: Any, build: Any) -> No
 
 def test_full_plans_are_kept_and_planned_again_over_the_same_memory(kit: Any, build: Any) -> None:
     batch = kit.step(build.output({"a": 1}, [build.new("a", [1], [3])]))
-    buffers = InputBuffers(max_tokens=8, max_reqs=4, block_tables=kit.table.block_tables, device=torch.device("cpu"))
+    buffers = InputBuffers(max_tokens=8, max_reqs=4, block_tables=kit.table.block_tables, device=HostDevice())
     cache = PlanCache(RecordingBackend(), [KVCacheGroupSpec(layers=(0,), block_size=4)])
     build_attn, prepare = BuildAttn(kit.table, buffers, cache), PrepareInputs(kit.table, buffers)
     execution = BatchExecutionDescriptor(

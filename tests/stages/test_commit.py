@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from twostroke.fsm import Transaction
 from twostroke.stages.commit import Commit
 from twostroke.stages.errors import RequestFailed
+from twostroke.stages.device import HostDevice
 from twostroke.stages.input_buffers import InputBuffers
-from twostroke.stages.io import LogprobsLists, ModelRunnerOutput
+from twostroke.stages.io import ModelRunnerOutput
 from twostroke.stages.prepare_inputs import PrepareInputs
-from twostroke.stages.records import Batch, PreparedInputs, SamplerOutput
+from twostroke.stages.records import Batch, LogprobsTensors, PreparedInputs, SamplerOutput
 
 
 def opened(kit: Any, step: Any) -> tuple[Batch, PreparedInputs, Transaction]:
-    buffers = InputBuffers(max_tokens=32, max_reqs=4, block_tables=kit.table.block_tables, device=torch.device("cpu"))
+    buffers = InputBuffers(max_tokens=32, max_reqs=4, block_tables=kit.table.block_tables, device=HostDevice())
     transaction = Transaction(1)
     batch = kit.update_states(step, transaction)
     return batch, PrepareInputs(kit.table, buffers)(batch), transaction
@@ -24,7 +26,12 @@ def opened(kit: Any, step: Any) -> tuple[Batch, PreparedInputs, Transaction]:
 
 def commit(kit: Any, opened: tuple[Batch, PreparedInputs, Transaction], output: SamplerOutput) -> ModelRunnerOutput:
     batch, inputs, transaction = opened
-    return Commit(kit.table, kit.limits.vocab_size)(output, batch, inputs, transaction)
+    late = Commit(kit.table, kit.limits.vocab_size, on_error=pytest.fail)(output, batch, inputs, transaction)
+    assert late.ready()
+    result = late.get_output()
+    assert late.get_output() is result
+    kit.table.apply_late_tokens()
+    return result
 
 
 def test_only_requests_that_sampled_get_a_token(kit: Any, build: Any) -> None:
@@ -51,14 +58,19 @@ def test_S14_an_id_outside_the_vocabulary_fails_its_request_only(kit: Any, build
 def test_failed_requests_are_named_and_their_neighbours_are_not_shifted(kit: Any, build: Any) -> None:
     news = [build.new(req_id, [1], [block]) for req_id, block in zip("abc", (3, 4, 5), strict=True)]
     step = opened(kit, build.output(dict.fromkeys("abc", 1), news))
-    error = RequestFailed("b", "its logits are not numbers")
-    rows = LogprobsLists(np.array([[8], [9]]), np.array([[-1.0], [-2.0]], dtype=np.float32), np.array([1, 2]))
+    rows = LogprobsTensors(torch.tensor([[8], [9]]), torch.tensor([[-1.0], [-2.0]]), torch.tensor([1, 2]))
     sampled = SamplerOutput(
-        torch.tensor([7, 8, 9]), failed={1: error}, num_nans={1: 50}, logprobs=rows, logprobs_reqs=np.array([1, 2])
+        torch.tensor([7, 8, 9]),
+        health=torch.tensor([0, 50, 0]),
+        logprobs=rows,
+        logprobs_reqs=np.array([1, 2]),
+        num_logprobs=np.array([0, 0]),
     )
     output = commit(kit, step, sampled)
     assert output.sampled_token_ids == [[7], [], [9]]
-    assert output.request_errors == {"b": error}
+    assert set(output.request_errors) == {"b"}
+    assert isinstance(output.request_errors["b"], RequestFailed)
+    assert kit.tokens("b") == [1], "what was sampled from NaN is no token"
     assert output.num_nans_in_logits == {"b": 50}
     assert output.logprobs is not None
     assert [len(output.logprobs.for_request(i).logprobs) for i in range(3)] == [0, 0, 1]

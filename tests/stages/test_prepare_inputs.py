@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twostroke.fsm import Transaction
 from twostroke.stages.commit import Commit
+from twostroke.stages.device import HostDevice
 from twostroke.stages.input_buffers import InputBuffers
 from twostroke.stages.io import LogprobsLists
 from twostroke.stages.prepare_inputs import PrepareInputs
-from twostroke.stages.records import Batch, PromptSpan, SamplerOutput
+from twostroke.stages.records import Batch, LogprobsTensors, PromptSpan, SamplerOutput
 from twostroke.stages.request_table import RequestTable
 from twostroke.stages.sampling_params import SamplingParams
 from twostroke.stages.specs import NULL_ROW
@@ -25,7 +26,7 @@ def buffers_for(table: RequestTable, max_tokens: int = 32) -> InputBuffers:
         max_tokens=max_tokens,
         max_reqs=table.max_num_seqs,
         block_tables=table.block_tables,
-        device=torch.device("cpu"),
+        device=HostDevice(),
     )
 
 
@@ -58,11 +59,12 @@ def test_one_token_prompt_tail_is_classified_by_state_not_by_count(kit: Any, bui
 
 
 def test_tails_are_reset_to_capacity(kit: Any, build: Any, buffers: InputBuffers) -> None:
-    for buffer in (buffers.input_ids, buffers.positions, buffers.query_start_loc, buffers.seq_lens):
+    buffers.input_ids.fill_(10**6)
+    for buffer in (buffers.positions, buffers.query_start_loc, buffers.seq_lens):
         buffer.array[:] = 10**6
     batch = kit.step(build.output({"a": 2}, [build.new("a", [1, 2])]))
     PrepareInputs(kit.table, buffers)(batch)
-    assert buffers.input_ids.array.tolist() == [1, 2] + [0] * 30
+    assert buffers.input_ids.tolist() == [1, 2] + [0] * 30
     assert buffers.positions.array.tolist() == [0, 1] + [0] * 30
     assert buffers.query_start_loc.array.tolist() == [0, 2, 2, 2, 2]
     assert buffers.seq_lens.array.tolist() == [2, 0, 0, 0]
@@ -77,9 +79,9 @@ def test_null_rows_of_a_dummy_run(kit: Any, buffers: InputBuffers) -> None:
     assert inputs.logits_indices.tolist() == [2, 5], "the last token of each gets logits, as in a real step"
 
 
-def logprob_rows(tokens: list[int]) -> LogprobsLists:
-    ids = np.array([[token, 0] for token in tokens], dtype=np.int64).reshape(-1, 2)
-    return LogprobsLists(ids, -ids.astype(np.float32), ids[:, 0] + 1)
+def logprob_rows(tokens: list[int]) -> LogprobsTensors:
+    ids = torch.tensor([[token, 0] for token in tokens], dtype=torch.int64).reshape(-1, 2)
+    return LogprobsTensors(ids, -ids.float(), ids[:, 0] + 1)
 
 
 @pytest.mark.parametrize("chunks", [[7], [3, 4], [6, 1], [1] * 7, [2, 4, 1]])
@@ -88,7 +90,7 @@ def test_S8_prompt_logprobs_cover_every_position_once(
 ) -> None:
     prompt = [10, 11, 12, 13, 14, 15, 16]
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    prepare, commit = PrepareInputs(kit.table, buffers), Commit(kit.table, kit.limits.vocab_size)
+    prepare, commit = PrepareInputs(kit.table, buffers), Commit(kit.table, 50, pytest.fail)
     computed, delivered, sampled = 0, list[LogprobsLists](), list[list[int]]()
     for count in chunks:
         if computed == 0:
@@ -109,7 +111,7 @@ def test_S8_prompt_logprobs_cover_every_position_once(
             torch.full((len(inputs.sampling_reqs),), 9),
             prompt_logprobs=tuple(logprob_rows(tokens) for tokens in scored),
         )
-        output = commit(result, batch, inputs, transaction)
+        output = commit(result, batch, inputs, transaction).get_output()
         transaction.commit()
         delivered += [table for table in output.prompt_logprobs_dict.values() if table is not None]
         sampled = [list(tokens) for tokens in output.sampled_token_ids]
@@ -127,7 +129,7 @@ def test_prompt_of_one_token_delivers_an_empty_table(kit: Any, build: Any, buffe
     inputs = PrepareInputs(kit.table, buffers)(batch)
     assert inputs.prompt_spans == (PromptSpan(0, 0, 0, 0),)
     result = SamplerOutput(torch.tensor([9]), prompt_logprobs=(logprob_rows([]),))
-    output = Commit(kit.table, 50)(result, batch, inputs, transaction)
+    output = Commit(kit.table, 50, pytest.fail)(result, batch, inputs, transaction).get_output()
     empty = output.prompt_logprobs_dict["a"]
     assert empty is not None
     assert len(empty.logprobs) == 0

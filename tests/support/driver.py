@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from attrs import define, field, frozen
 from twostroke.engine.model_runner import ModelRunner
 from twostroke.stages.io import (
+    AsyncModelRunnerOutput,
     CachedRequestData,
     GrammarOutput,
     LogprobsLists,
@@ -19,6 +21,7 @@ from twostroke.stages.io import (
 )
 from twostroke.stages.sampling_params import SamplingParams
 
+PENDING = -1
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 
 
@@ -46,13 +49,28 @@ class Tracked:
 
     @property
     def outputs(self) -> list[int]:
-        """Sampled tokens so far."""
+        """Sampled tokens so far; :data:`PENDING` where the value has not arrived."""
         return self.tokens[len(self.wish.prompt) :]
+
+    @property
+    def num_pending(self) -> int:
+        """Sampled tokens whose value has not arrived."""
+        return self.tokens.count(PENDING)
 
     @property
     def left(self) -> int:
         """Known tokens that are not computed."""
         return len(self.tokens) - self.computed
+
+
+@define(eq=False)
+class InFlight:
+    """A launched step: where its tokens go, and blocks that are free once it is done."""
+
+    output: SchedulerOutput
+    late: ModelRunnerOutput | AsyncModelRunnerOutput
+    positions: dict[str, tuple[Tracked, int]] = field(factory=dict)
+    blocks: list[int] = field(factory=list)
 
 
 @frozen
@@ -75,8 +93,11 @@ class Served:
 class Driver:
     """Feeds a runner. Block ids are drawn from a shuffled pool so that tables are never in order."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, seed: int = 0, depth: int = 1) -> None:
+        """``depth`` steps may be in flight; with 1, each is waited for at once."""
         self.runner = runner
+        self.depth = depth
+        self.in_flight: deque[InFlight] = deque()
         self.random = random.Random(seed)
         config = runner.config
         assert isinstance(config.num_kv_blocks, int)
@@ -92,15 +113,18 @@ class Driver:
             self.requests[wish.req_id] = Tracked(wish, list(wish.prompt))
 
     def finish(self, *req_ids: str) -> None:
-        """Finish requests with the next step."""
+        """Finish requests with the next step; their blocks are free when the steps that use them are done."""
         for req_id in req_ids:
             self._free(self.requests.pop(req_id))
             self.finished.append(req_id)
 
     def _free(self, request: Tracked) -> None:
-        for blocks in request.blocks:
-            self.free_blocks += blocks
+        freed = [block for blocks in request.blocks for block in blocks]
         request.blocks = []
+        if self.in_flight:
+            self.in_flight[-1].blocks += freed
+        else:
+            self.free_blocks += freed
 
     def _grow(self, request: Tracked, end: int) -> list[list[int]]:
         num_groups = len(self.runner.kv_groups)
@@ -149,7 +173,11 @@ class Driver:
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=[req_id for req_id, _ in old],
                 resumed_req_ids=resumed,
-                all_token_ids={req_id: list(self.requests[req_id].tokens) for req_id in resumed},
+                all_token_ids={
+                    req_id: list(self.requests[req_id].tokens)
+                    for req_id in resumed
+                    if not self.requests[req_id].num_pending
+                },
                 new_block_ids=[blocks for _, blocks in old],
                 num_computed_tokens=[self.requests[req_id].computed for req_id, _ in old],
                 num_output_tokens=[len(self.requests[req_id].outputs) for req_id, _ in old],
@@ -166,30 +194,61 @@ class Driver:
         preempted: Iterable[str] = (),
         shuffle: bool = False,
         grammar: GrammarOutput | None = None,
-    ) -> ModelRunnerOutput:
-        """One whole step, booked."""
-        output = self.output(counts, preempted, shuffle)
-        result = self.runner.execute_model(output)
-        if result is None:
-            result = self.runner.sample_tokens(grammar)
-        self.book(output, result)
-        return result
+    ) -> ModelRunnerOutput | None:
+        """One step; returns the output that was collected (the oldest in flight), if ``depth`` asked for that."""
+        return self.run(self.output(counts, preempted, shuffle), grammar)
 
-    def book(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Take in what a step gave, checking that exactly those requests sampled that should."""
-        assert set(result.req_ids) == set(output.num_scheduled_tokens)
-        for index, req_id in enumerate(result.req_ids):
+    def run(self, output: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput | None:
+        """Execute and sample a scheduler output."""
+        result = self.runner.execute_model(output)
+        if result is not None:
+            return result
+        return self.launched(output, self.runner.sample_tokens(grammar))
+
+    def launched(
+        self, output: SchedulerOutput, late: ModelRunnerOutput | AsyncModelRunnerOutput
+    ) -> ModelRunnerOutput | None:
+        """Book a step whose output is on its way; collect the oldest if too many are."""
+        step = InFlight(output, late)
+        for req_id, count in output.num_scheduled_tokens.items():
             request = self.requests[req_id]
             request.status = "running"
-            request.computed += output.num_scheduled_tokens[req_id]
+            request.computed += count
+            if request.left == 0:
+                step.positions[req_id] = (request, len(request.tokens))
+                request.tokens.append(PENDING)
+        self.in_flight.append(step)
+        return self.collect() if len(self.in_flight) >= self.depth else None
+
+    def collect(self) -> ModelRunnerOutput:
+        """Wait for the oldest step in flight, checking that exactly those requests sampled that should."""
+        step = self.in_flight.popleft()
+        result = step.late.get_output()
+        self.free_blocks += step.blocks
+        assert set(result.req_ids) == set(step.output.num_scheduled_tokens)
+        for index, req_id in enumerate(result.req_ids):
             sampled = list(result.sampled_token_ids[index])
-            failed = req_id in result.request_errors
-            assert len(sampled) == (request.left == 0 and not failed), f"{req_id} sampled {sampled}"
-            request.tokens += sampled
+            request, position = step.positions.get(req_id, (None, -1))
+            should = request is not None and req_id not in result.request_errors
+            assert len(sampled) == should, f"{req_id} sampled {sampled}"
+            if request is None:
+                request = self.requests.get(req_id)
+            elif sampled:
+                request.tokens[position] = sampled[0]
+            else:
+                del request.tokens[position:]
+            if request is None:
+                continue
             if result.logprobs is not None and sampled:
                 request.logprobs.append(result.logprobs.for_request(index))
             if (table := result.prompt_logprobs_dict.get(req_id)) is not None:
                 request.prompt_logprobs.append(table)
+        return result
+
+    def collect_all(self) -> None:
+        """Wait for everything in flight."""
+        while self.in_flight:
+            self.collect()
 
     def served(self, req_id: str) -> Served:
         """What a request has got so far."""
@@ -219,8 +278,10 @@ class Driver:
             self.step(counts, preempted, shuffle)
             for req_id, request in list(self.requests.items()):
                 if len(request.outputs) >= request.wish.max_tokens:
+                    self.collect_all()
                     done[req_id] = self.served(req_id)
                     self.finish(req_id)
+        self.collect_all()
         if self.finished:
             self.step({})
         return done

@@ -8,6 +8,7 @@ from driver import GREEDY
 from twostroke.stages.sampling_params import SamplingParams
 
 LIMITS: dict[str, Any] = {
+    "async_scheduling": False,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
     "max_model_len": 24,

@@ -52,7 +52,7 @@ def test_F2_wrong_orders_are_named_and_change_nothing(runner: ModelRunner, drive
     for call in (runner.settle, runner.dummy_run, runner.sleep, runner.wake_up, runner.profile_run):
         with pytest.raises(StepStateError, match="FORWARDED"):
             call()
-    driver.book(output, runner.sample_tokens())
+    driver.launched(output, runner.sample_tokens())
     with pytest.raises(StepStateError, match="SAMPLED"):
         runner.sample_tokens()
     with pytest.raises(StepStateError):
@@ -93,7 +93,7 @@ def test_F1_the_forward_error_is_what_the_user_sees(
             runner.sample_tokens()
     assert runner.state is StepState.SAMPLED
     assert runner.execute_model(output) is None
-    driver.book(output, runner.sample_tokens())
+    driver.launched(output, runner.sample_tokens())
 
 
 def test_rollback_is_as_if_the_step_had_never_been(runner: ModelRunner, driver: Driver) -> None:
@@ -108,7 +108,7 @@ def test_rollback_is_as_if_the_step_had_never_been(runner: ModelRunner, driver: 
     assert table.rows == rows
     assert (table.num_tokens == tokens).all()
     runner.execute_model(output)
-    driver.book(output, runner.sample_tokens())
+    driver.launched(output, runner.sample_tokens())
     assert len(driver.requests["b"].outputs) == 1
 
 
@@ -119,7 +119,7 @@ def test_a_failing_sample_can_be_retried_or_rolled_back(runner: ModelRunner, dri
     with pytest.raises(InvalidGrammarOutput):
         runner.sample_tokens(wrong)
     assert runner.state is StepState.FORWARDED
-    driver.book(output, runner.sample_tokens())
+    driver.launched(output, runner.sample_tokens())
     assert len(driver.requests["a"].outputs) == 1
 
 
@@ -142,7 +142,7 @@ def test_calls_from_a_second_thread_are_refused_not_queued(runner: ModelRunner, 
     release.set()
     thread.join()
     assert runner.state is StepState.FORWARDED
-    driver.book(output, runner.sample_tokens())
+    driver.launched(output, runner.sample_tokens())
 
 
 def test_calls_from_inside_a_stage_are_refused(runner: ModelRunner, driver: Driver) -> None:
@@ -187,7 +187,7 @@ def test_an_interrupt_undoes_the_step(runner: ModelRunner, driver: Driver, stage
     assert (runner.parts.table.num_tokens == before).all()
     if not in_sample:
         runner.execute_model(output)
-    driver.book(output, runner.sample_tokens())
+    driver.launched(output, runner.sample_tokens())
     assert len(driver.requests["a"].outputs) == 2
 
 

@@ -123,7 +123,8 @@ class Poison:
                 blocks.blocks[row, int(blocks.counts[row]) if row in live else 0 :] = (
                     NULL_BLOCK if row == NULL_ROW else 2**31 - 1
                 )
-        for buffer in (buffers.input_ids, buffers.positions, buffers.query_start_loc, buffers.seq_lens):
+        buffers.input_ids.fill_(2**30)
+        for buffer in (buffers.token_index, buffers.positions, buffers.query_start_loc, buffers.seq_lens):
             buffer.array[:] = 2**30
         for buffer in (*buffers.slot_mapping, *buffers.block_table, buffers.logits_indices):
             buffer.array[:] = 2**30
@@ -212,7 +213,7 @@ def test_a_failing_stage_loses_nothing(
     assert runner.state is (StepState.FORWARDED if in_sample else StepState.SAMPLED)
     if not in_sample:
         assert runner.execute_model(output) is None
-    driver.book(output, runner.sample_tokens())
+    driver.launched(output, runner.sample_tokens())
     for wish in (first, second, third):
         while len(driver.requests[wish.req_id].outputs) < wish.max_tokens:
             driver.step({wish.req_id: 1})

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from attrs import define, frozen
+from twostroke.stages.device import HostDevice
 from twostroke.stages.io import GrammarOutput
-from twostroke.stages.records import Batch, ExecuteModelState, PreparedInputs, PromptSpan, SamplerOutput
+from twostroke.stages.records import Batch, ExecuteModelState, PreparedInputs, PromptSpan
 from twostroke.stages.sample import Sample
 from twostroke.stages.sampling.columns import SamplingColumns
 from twostroke.stages.sampling_params import SamplingParams
+from twostroke.stages.step_output import SampledDownload, SampledOnHost
 
 
 @frozen
@@ -71,8 +73,8 @@ class SamplingKit:
         grammar: GrammarOutput | None = None,
         sampling: Sequence[tuple[int, int]] | None = None,
         spans: Sequence[PromptSpan] = (),
-    ) -> SamplerOutput:
-        """Sample a batch; ``sampling`` lists (batch index, logits row), by default every request in order."""
+    ) -> SampledOnHost:
+        """Sample a batch and wait for it; ``sampling`` lists (batch index, logits row), by default every request in order."""
         req_ids = list(self.rows) if req_ids is None else req_ids
         sampling = [(index, index) for index in range(len(req_ids))] if sampling is None else sampling
         rows = np.array([self.rows[req_id] for req_id in req_ids], dtype=np.int64)
@@ -82,13 +84,14 @@ class SamplingKit:
         pairs = np.array(sampling, dtype=np.int64).reshape(-1, 2)
         output = self.stage(batch, _inputs(pairs[:, 0], pairs[:, 1], spans), ExecuteModelState(logits), grammar)
         assert torch.equal(logits.view(torch.int32), before.view(torch.int32)), "input logits were written"
-        return output
+        ids = [req_ids[int(index)] for index in pairs[:, 0]]
+        return SampledDownload.launch(output, HostDevice()).wait(ids, self.vocab_size)
 
     def tokens(self, logits: torch.Tensor, req_ids: Sequence[str] | None = None) -> list[int]:
         """What a batch samples, when nothing fails."""
         output = self.sample(logits, req_ids)
-        assert not output.failed
-        return output.sampled_token_ids.tolist()
+        assert not output.errors
+        return output.token_ids.tolist()
 
 
 def _inputs(sampling_reqs: np.ndarray, sampling_logits: np.ndarray, spans: Sequence[PromptSpan]) -> PreparedInputs:

@@ -68,25 +68,25 @@ class TestGreedy:
     def test_nothing_to_sample(self, kit):
         kit.add("a", greedy(logprobs=2))
         output = kit.sample(torch.empty(0, VOCAB), sampling=[])
-        assert output.sampled_token_ids.tolist() == []
-        assert output.sampled_token_ids.dtype == torch.int64
+        assert output.token_ids.tolist() == []
+        assert output.token_ids.dtype == np.int64
         assert output.logprobs is None
-        assert not output.failed
+        assert not output.errors
 
     def test_logits_rows_are_found_by_index(self, kit):
         for name in "abc":
             kit.add(name, GREEDY)
         logits = logits_for(6)
         output = kit.sample(logits, sampling=[(0, 4), (2, 1)])
-        assert output.sampled_token_ids.tolist() == logits[[4, 1]].argmax(1).tolist()
+        assert output.token_ids.tolist() == logits[[4, 1]].argmax(1).tolist()
 
     def test_padding_rows_of_logits_are_ignored(self, kit):
         kit.add("a", GREEDY)
         logits = logits_for(4)
         logits[1:] = math.nan
         output = kit.sample(logits, ["a"])
-        assert output.sampled_token_ids.tolist() == [int(logits[0].argmax())]
-        assert not output.failed
+        assert output.token_ids.tolist() == [int(logits[0].argmax())]
+        assert not output.errors
 
 
 class TestEdits:
@@ -208,14 +208,14 @@ class TestFailures:
         logits[2, 30] = math.nan
         output = kit.sample(logits)
         assert output.num_nans == {1: 2, 2: 1}
-        assert list(output.failed) == [1, 2]
-        assert isinstance(output.failed[1], RequestFailed)
-        assert "'nan'" in str(output.failed[1])
-        assert "2 NaN" in str(output.failed[1])
-        assert output.sampled_token_ids[[0, 3]].tolist() == clean.sampled_token_ids[[0, 3]].tolist()
+        assert list(output.errors) == [1, 2]
+        assert isinstance(output.errors[1], RequestFailed)
+        assert "'nan'" in str(output.errors[1])
+        assert "2 NaN" in str(output.errors[1])
+        assert output.token_ids[[0, 3]].tolist() == clean.token_ids[[0, 3]].tolist()
         assert output.logprobs_reqs.tolist() == [1, 3]
         np.testing.assert_array_equal(output.logprobs.logprobs[1], clean.logprobs.logprobs[1])
-        assert ((output.sampled_token_ids >= 0) & (output.sampled_token_ids < VOCAB)).all()
+        assert ((output.token_ids >= 0) & (output.token_ids < VOCAB)).all()
 
     @pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_k=2, top_p=0.5)])
     def test_a_row_without_any_token_fails_alone(self, kit, params):
@@ -226,14 +226,14 @@ class TestFailures:
         clean = kit.tokens(logits)
         logits[1] = -INF
         output = kit.sample(logits)
-        assert list(output.failed) == [1]
-        assert "no token is left" in str(output.failed[1])
+        assert list(output.errors) == [1]
+        assert "no token is left" in str(output.errors[1])
         assert not output.num_nans
-        assert [output.sampled_token_ids[0], output.sampled_token_ids[2]] == [clean[0], clean[2]]
+        assert [output.token_ids[0], output.token_ids[2]] == [clean[0], clean[2]]
 
     def test_masks_that_contradict_each_other_fail_their_request(self, kit):
         kit.add("a", greedy(allowed_token_ids=(5,), min_tokens=1, stop_token_ids=(5,)))
-        assert list(kit.sample(logits_for(1)).failed) == [0]
+        assert list(kit.sample(logits_for(1)).errors) == [0]
 
 
 class TestGrammar:
@@ -248,9 +248,9 @@ class TestGrammar:
         )
         sampling = [(0, 0), (1, 1), (2, 2), (3, 3)]
         output = kit.sample(logits, grammar=grammar, sampling=sampling)
-        assert not output.failed
+        assert not output.errors
         best_of_a = 1 if logits[1, 1] > logits[1, 39] else 39
-        assert output.sampled_token_ids.tolist() == [33, best_of_a, 33, 2]
+        assert output.token_ids.tolist() == [33, best_of_a, 33, 2]
 
     def test_draws_obey_the_grammar(self, kit, packed_bitmask):
         for index in range(10):
@@ -258,15 +258,15 @@ class TestGrammar:
         names = list(kit.rows)
         masks = packed_bitmask([[3, 37]] * 10, VOCAB)
         grammar = GrammarOutput(structured_output_request_ids=names, grammar_bitmask=masks)
-        assert set(kit.sample(torch.zeros(10, VOCAB), grammar=grammar).sampled_token_ids.tolist()) == {3, 37}
+        assert set(kit.sample(torch.zeros(10, VOCAB), grammar=grammar).token_ids.tolist()) == {3, 37}
 
     def test_a_mask_that_allows_nothing_fails_its_request(self, kit, packed_bitmask):
         kit.add("a", GREEDY)
         kit.add("b", GREEDY)
         grammar = GrammarOutput(structured_output_request_ids=["b"], grammar_bitmask=packed_bitmask([[]], VOCAB))
         output = kit.sample(logits_for(2), grammar=grammar)
-        assert list(output.failed) == [1]
-        assert "grammar" in str(output.failed[1])
+        assert list(output.errors) == [1]
+        assert "grammar" in str(output.errors[1])
 
     @pytest.mark.parametrize(
         ("ids", "bitmask", "message"),
@@ -293,4 +293,4 @@ class TestGrammar:
         kit.add("a", GREEDY)
         grammar = GrammarOutput(structured_output_request_ids=[], grammar_bitmask=np.zeros((0, 0), np.int32))
         logits = logits_for(1)
-        assert kit.sample(logits, grammar=grammar).sampled_token_ids.tolist() == [int(logits.argmax())]
+        assert kit.sample(logits, grammar=grammar).token_ids.tolist() == [int(logits.argmax())]

@@ -35,7 +35,7 @@ def test_S9_raw_whatever_is_done_to_the_logits(kit):
     assert output.logprobs_reqs.tolist() == [0, 2]
     raw = logits.double().log_softmax(1)
     for index, (row, k) in enumerate([(0, 1), (2, 3)]):
-        token = int(output.sampled_token_ids[row])
+        token = int(output.token_ids[row])
         ids = output.logprobs.logprob_token_ids[index]
         assert ids[0] == token
         assert ids[1 : k + 1].tolist() == raw[row].topk(k).indices.tolist()

@@ -133,11 +133,11 @@ def check(SamplingKit, packed_bitmask, cases: Sequence[Case], vocab: int) -> Non
         )
         solo = kit.sample(logits[index : index + 1], [str(index)], own)
         expected = case.token()
-        assert (0 in solo.failed) == (index in batch.failed) == (expected is None)
+        assert (0 in solo.errors) == (index in batch.errors) == (expected is None)
         if expected is None:
             continue
-        token = int(batch.sampled_token_ids[index])
-        assert int(solo.sampled_token_ids[0]) == token
+        token = int(batch.token_ids[index])
+        assert int(solo.token_ids[0]) == token
         assert token == expected or not case.is_clear
         assert (index in asked) == (case.params.logprobs is not None)
         if index in asked:

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from twostroke.stages.sampling.logprobs import gather_logprobs, to_lists_sync, top_tokens
+from twostroke.stages.device import HostDevice
+from twostroke.stages.records import SamplerOutput
+from twostroke.stages.sampling.logprobs import gather_logprobs, top_tokens
+from twostroke.stages.step_output import SampledDownload
 from twostroke.stages.sampling.masks import (
     add_logit_bias,
     apply_allowed_token_ids,
@@ -190,7 +193,14 @@ class TestLogprobs:
 
     def test_columns_that_a_row_did_not_ask_for_are_empty(self):
         logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
-        lists = to_lists_sync(gather_logprobs(logits, ints(0, 1, 2), 6), np.array([0, 6, 2]))
+        output = SamplerOutput(
+            ints(0, 1, 2),
+            logprobs=gather_logprobs(logits, ints(0, 1, 2), 6),
+            logprobs_reqs=np.arange(3),
+            num_logprobs=np.array([0, 6, 2]),
+        )
+        lists = SampledDownload.launch(output, HostDevice()).wait(["a", "b", "c"], 6).logprobs
+        assert lists is not None
         assert (lists.logprob_token_ids >= 0).sum(axis=1).tolist() == [1, 7, 3]
         assert np.isneginf(lists.logprobs).sum(axis=1).tolist() == [6, 0, 4]
         assert (lists.logprob_token_ids.dtype, lists.logprobs.dtype, lists.sampled_token_ranks.dtype) == (
