@@ -89,7 +89,7 @@ def assemble(
             ("ubatch_slice", SliceUBatches(config.num_ubatches)),
             ("build_attn", BuildAttn(table, buffers, plans)),
             ("preprocess", Preprocess(buffers)),
-            ("forward", Forward(model, kv_cache.layers, groups, graphs, buffers.query_start_loc.device)),
+            ("forward", Forward(model, kv_cache.layers, groups, graphs, buffers.query_start_loc)),
         ),
         sample=(("sample", Sample(columns, table)), ("commit", Commit(table, spec.vocab_size, on_error))),
         skip=(("update_states", update_states), ("idle_dispatch", dispatch.idle_step)),

@@ -10,7 +10,7 @@ import torch
 from .attention import AttentionBatch, AttentionPlan
 from .block_table import BlockTable
 from .graphs import PlanCache
-from .input_buffers import InputBuffers
+from .input_buffers import POSITIONS, QUERY_START_LOC, SEQ_LENS, InputBuffers
 from .records import (
     AttentionMetadata,
     Batch,
@@ -45,10 +45,9 @@ class BuildAttn:
         self, batch: Batch, inputs: PreparedInputs, execution: BatchExecutionDescriptor, ubatches: UBatchSlices
     ) -> AttentionMetadata:
         """One plan a micro-batch and group; what they read are views of the fixed buffers."""
-        requests = np.repeat(np.arange(batch.num_reqs), batch.num_scheduled_tokens)
-        positions = self._buffers.positions.array[: batch.num_tokens]
+        positions = self._buffers.tokens.array[POSITIONS, : batch.num_tokens]
         for group, block_table in enumerate(self._table.block_tables):
-            self._fill_group(group, block_table, batch.rows, requests, positions)
+            self._fill_group(group, block_table, batch.rows, inputs.token_rows, positions)
         is_cut = len(ubatches.padded) > 1
         plans = tuple(
             self._plan_ubatch(index, part, execution, self._cut(part) if is_cut else self._whole(part))
@@ -58,18 +57,22 @@ class BuildAttn:
         return AttentionMetadata(plans, slots)
 
     def _fill_group(
-        self, group: int, block_table: BlockTable, rows: IntArray, requests: IntArray, positions: IntArray
+        self, group: int, block_table: BlockTable, rows: IntArray, token_rows: IntArray, positions: IntArray
     ) -> None:
-        size = block_table.block_size
+        size, num_tokens = block_table.block_size, len(positions)
         width = int(block_table.counts[rows].max(initial=0))
-        table = self._buffers.block_table[group]
+        table, slots = self._buffers.block_table[group], self._buffers.slot_mapping[group]
         table.array[: len(rows), :width] = block_table.blocks[rows, :width]
         table.array[len(rows) :] = NULL_BLOCK
+        block_index, offsets = np.divmod(positions, size)
+        blocks = block_table.blocks[token_rows, block_index]
+        mapping = slots.array[:num_tokens]
+        np.multiply(blocks, size, out=mapping, dtype=np.int64)
+        mapping += offsets
+        if blocks.min(initial=NULL_BLOCK + 1) == NULL_BLOCK:  # tokens of dummy runs, which store nothing
+            mapping[blocks == NULL_BLOCK] = PAD_SLOT
+        slots.array[num_tokens:] = PAD_SLOT
         table.flush()
-        slots = self._buffers.slot_mapping[group]
-        blocks = block_table.blocks[rows[requests], positions // size].astype(np.int64)
-        slots.array[: len(positions)] = np.where(blocks == NULL_BLOCK, PAD_SLOT, blocks * size + positions % size)
-        slots.array[len(positions) :] = PAD_SLOT
         slots.flush()
 
     def _plan_ubatch(
@@ -99,18 +102,21 @@ class BuildAttn:
 
     def _whole(self, part: UBatchSlice) -> _Lengths:
         """Offsets and lengths of a batch that is not cut: the fixed buffers themselves."""
-        offsets, seq_lens, count = self._buffers.query_start_loc, self._buffers.seq_lens, part.num_reqs
+        host, buffers, count = self._buffers.requests.host, self._buffers, part.num_reqs
         return _Lengths(
-            offsets.host[: count + 1], seq_lens.host[:count], offsets.device[: count + 1], seq_lens.device[:count]
+            host[QUERY_START_LOC, : count + 1],
+            host[SEQ_LENS, :count],
+            buffers.query_start_loc[: count + 1],
+            buffers.seq_lens[:count],
         )
 
     def _cut(self, part: UBatchSlice) -> _Lengths:
         """Offsets and lengths of one micro-batch: a request that is cut is as long as its tokens up to the border."""
         first, last = part.request_slice.start, part.request_slice.stop
         start, stop = part.token_slice.start, part.token_slice.stop
-        bounds = self._buffers.query_start_loc.array[first : last + 1]
+        bounds = self._buffers.requests.array[QUERY_START_LOC, first : last + 1]
         inside = np.clip(bounds, start, stop)
-        lengths = self._buffers.seq_lens.array[first:last] - (bounds[1:] - inside[1:])
+        lengths = self._buffers.requests.array[SEQ_LENS, first:last] - (bounds[1:] - inside[1:])
         offsets_host, lengths_host = torch.from_numpy(inside - start), torch.from_numpy(lengths)
-        device = self._buffers.seq_lens.device.device
+        device = self._buffers.seq_lens.device
         return _Lengths(offsets_host, lengths_host, offsets_host.to(device), lengths_host.to(device))

@@ -9,6 +9,9 @@ import torch
 from .block_table import BlockTable
 from .device import Device, Fence, HostArray
 
+POSITIONS, TOKEN_INDEX, LOGITS_INDICES = range(3)
+QUERY_START_LOC, SEQ_LENS = range(2)
+
 
 class StagedBuffer:
     """A device tensor at a fixed address and the host arrays it is filled from, one for each step in flight.
@@ -51,11 +54,13 @@ class StagedBuffer:
 class InputBuffers:
     """Token-level and request-level inputs of one step, up to ``max_tokens`` tokens and ``max_reqs`` requests.
 
-    ``input_ids`` int32, ``positions``, ``token_index`` (where each id lies in the flattened token table) and
-    ``logits_indices`` int64 ``[max_tokens]``; ``query_start_loc`` int32 ``[max_reqs + 1]``; ``seq_lens`` int32
-    ``[max_reqs]``; for each KV-cache group ``slot_mapping`` int64 ``[max_tokens]`` and ``block_table`` int32
-    ``[max_reqs, max_blocks]``. After prepare_inputs and build_attn every tail, up to capacity, holds padding: id 0,
-    position 0, slot -1, seq_len 0, the null block, and ``num_tokens`` in ``query_start_loc``.
+    ``input_ids`` int32 ``[max_tokens]``. ``tokens`` int64 ``[3, max_tokens]``: positions, where each id lies in the
+    flattened token table, and ``logits_indices`` (rows :data:`POSITIONS`, :data:`TOKEN_INDEX`, :data:`LOGITS_INDICES`).
+    ``requests`` int32 ``[2, max_reqs + 1]``: ``query_start_loc`` and ``seq_lens`` (rows :data:`QUERY_START_LOC`,
+    :data:`SEQ_LENS`; the last place of the latter is unused). For each KV-cache group ``slot_mapping`` int64
+    ``[max_tokens]`` and ``block_table`` int32 ``[max_reqs, max_blocks]``. After prepare_inputs and build_attn every
+    tail, up to capacity, holds padding: id 0, position 0, slot -1, seq_len 0, the null block, and ``num_tokens`` in
+    ``query_start_loc``.
     """
 
     def __init__(
@@ -75,22 +80,15 @@ class InputBuffers:
         self.max_tokens = max_tokens
         self.max_reqs = max_reqs
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device.torch_device)
-        self.token_index = buffer(max_tokens, dtype=torch.int64)
-        self.positions = buffer(max_tokens, dtype=torch.int64)
-        self.logits_indices = buffer(max_tokens, dtype=torch.int64)
-        self.query_start_loc = buffer(max_reqs + 1, dtype=torch.int32)
-        self.seq_lens = buffer(max_reqs, dtype=torch.int32)
+        self.tokens = buffer(3, max_tokens, dtype=torch.int64)
+        self.requests = buffer(2, max_reqs + 1, dtype=torch.int32)
         self.slot_mapping = tuple(buffer(max_tokens, dtype=torch.int64) for _ in block_tables)
         self.block_table = tuple(buffer(max_reqs, table.max_blocks, dtype=torch.int32) for table in block_tables)
-        self._staged = (
-            self.token_index,
-            self.positions,
-            self.logits_indices,
-            self.query_start_loc,
-            self.seq_lens,
-            *self.slot_mapping,
-            *self.block_table,
-        )
+        self.positions = self.tokens.device[POSITIONS]
+        self.token_index = self.tokens.device[TOKEN_INDEX]
+        self.logits_indices = self.tokens.device[LOGITS_INDICES]
+        self.query_start_loc, self.seq_lens = self.requests.device
+        self._staged = (self.tokens, self.requests, *self.slot_mapping, *self.block_table)
         self._device = device
         self._slot = 0
         self._fences: list[Fence | None] = [None] * depth

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .input_buffers import InputBuffers
+from .input_buffers import LOGITS_INDICES, POSITIONS, QUERY_START_LOC, SEQ_LENS, TOKEN_INDEX, InputBuffers
 from .records import Batch, IntArray, PreparedInputs, PromptSpan
 from .request_table import RequestTable
 
@@ -20,6 +20,7 @@ class PrepareInputs:
     def __init__(self, table: RequestTable, buffers: InputBuffers) -> None:
         self._table = table
         self._buffers = buffers
+        self._counting: IntArray = np.arange(max(buffers.max_tokens, buffers.max_reqs) + 1)
 
     def __call__(self, batch: Batch) -> PreparedInputs:
         """Fill the buffers and say where the logits of this step come from."""
@@ -27,51 +28,51 @@ class PrepareInputs:
         buffers.begin_step()
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         scheduled, computed = batch.num_scheduled_tokens, batch.num_computed_tokens
-        ends = np.cumsum(scheduled)
         seq_lens = computed + scheduled
-        requests = np.repeat(np.arange(num_reqs), scheduled)
-        positions = np.arange(num_tokens) + (computed - ends + scheduled)[requests]
-
-        buffers.positions.array[:num_tokens] = positions
-        buffers.positions.array[num_tokens:] = 0
-        buffers.token_index.array[:num_tokens] = batch.rows[requests] * table.token_ids.shape[1] + positions
-        buffers.query_start_loc.array[0] = 0
-        buffers.query_start_loc.array[1 : num_reqs + 1] = ends
-        buffers.query_start_loc.array[num_reqs + 1 :] = num_tokens
-        buffers.seq_lens.array[:num_reqs] = seq_lens
-        buffers.seq_lens.array[num_reqs:] = 0
+        if num_tokens == num_reqs:  # as below, for one token each
+            ends, rows, positions = self._counting[1 : num_reqs + 1], batch.rows, computed
+        else:
+            ends = scheduled.cumsum()
+            requests = self._counting[:num_reqs].repeat(scheduled)
+            rows = batch.rows[requests]
+            positions = self._counting[:num_tokens] + (seq_lens - ends)[requests]
 
         # Never above for a request; the null row of a dummy run knows no tokens and so counts as sampling.
-        sampling_reqs = np.flatnonzero(seq_lens >= table.num_tokens[batch.rows])
+        sampling_reqs = (seq_lens >= table.num_tokens[batch.rows]).nonzero()[0]
         logits_indices = ends[sampling_reqs] - 1
-        sampling_logits = np.arange(len(sampling_reqs))
+        sampling_logits = self._counting[: len(sampling_reqs)]
         spans: tuple[PromptSpan, ...] = ()
         if table.owes_prompt_logprobs[batch.rows].any():
             logits_indices, sampling_logits, spans = self._with_prompt_spans(batch, ends, logits_indices)
-        buffers.logits_indices.array[: len(logits_indices)] = logits_indices
-        buffers.logits_indices.array[len(logits_indices) :] = 0
-        for buffer in (
-            buffers.positions,
-            buffers.token_index,
-            buffers.query_start_loc,
-            buffers.seq_lens,
-            buffers.logits_indices,
-        ):
-            buffer.flush()
-        # Gathered on the device: the latest tokens may not have reached the host.
-        input_ids, index = buffers.input_ids[:num_tokens], buffers.token_index.device[:num_tokens]
-        torch.index_select(table.token_ids.view(-1), 0, index, out=input_ids)
-        buffers.input_ids[num_tokens:] = 0
 
-        max_query_len = int(scheduled.max(initial=0))
+        tokens, requests_array = buffers.tokens.array, buffers.requests.array
+        tokens[:, num_tokens:] = 0
+        tokens[POSITIONS, :num_tokens] = positions
+        tokens[TOKEN_INDEX, :num_tokens] = rows * table.token_ids.shape[1] + positions
+        tokens[LOGITS_INDICES, : len(logits_indices)] = logits_indices
+        tokens[LOGITS_INDICES, len(logits_indices) : num_tokens] = 0
+        requests_array[QUERY_START_LOC, 0] = 0
+        requests_array[QUERY_START_LOC, 1 : num_reqs + 1] = ends
+        requests_array[QUERY_START_LOC, num_reqs + 1 :] = num_tokens
+        requests_array[SEQ_LENS, :num_reqs] = seq_lens
+        requests_array[SEQ_LENS, num_reqs:] = 0
+        buffers.tokens.flush()
+        buffers.requests.flush()
+        # Gathered on the device: the latest tokens may not have reached the host.
+        input_ids = buffers.input_ids[:num_tokens]
+        torch.index_select(table.token_ids.view(-1), 0, buffers.token_index[:num_tokens], out=input_ids)
+        buffers.input_ids[num_tokens:].zero_()
+
+        max_query_len = 1 if num_tokens == num_reqs else int(scheduled.max(initial=0))
         return PreparedInputs(
             input_ids=input_ids,
-            positions=buffers.positions.device[:num_tokens],
-            query_start_loc=buffers.query_start_loc.device[: num_reqs + 1],
-            seq_lens=buffers.seq_lens.device[:num_reqs],
-            logits_indices=buffers.logits_indices.device[: len(logits_indices)],
-            query_start_loc_host=buffers.query_start_loc.array[: num_reqs + 1],
-            seq_lens_host=buffers.seq_lens.array[:num_reqs],
+            positions=buffers.positions[:num_tokens],
+            query_start_loc=buffers.query_start_loc[: num_reqs + 1],
+            seq_lens=buffers.seq_lens[:num_reqs],
+            logits_indices=buffers.logits_indices[: len(logits_indices)],
+            query_start_loc_host=requests_array[QUERY_START_LOC, : num_reqs + 1],
+            seq_lens_host=requests_array[SEQ_LENS, :num_reqs],
+            token_rows=rows,
             logits_indices_host=logits_indices,
             sampling_reqs=sampling_reqs,
             sampling_logits=sampling_logits,

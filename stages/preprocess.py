@@ -16,5 +16,5 @@ class Preprocess:
         """Ids and positions cut to the padded number of tokens; the tail is padding already."""
         return ModelInputs(
             input_ids=self._buffers.input_ids[: execution.num_tokens],
-            positions=self._buffers.positions.device[: execution.num_tokens],
+            positions=self._buffers.positions[: execution.num_tokens],
         )

@@ -6,6 +6,7 @@ import numpy as np
 from attrs import define, field
 
 from .io import LogprobsLists
+from .sampling_params import ALL_LOGPROBS, SamplingParams
 
 
 @define(eq=False)
@@ -30,6 +31,14 @@ class PromptLogprobs:
         self._token_ids = np.full((self.num_positions, self.width), -1, dtype=np.int64)
         self._logprobs = np.full((self.num_positions, self.width), -np.inf, dtype=np.float32)
         self._ranks = np.zeros(self.num_positions, dtype=np.int64)
+
+    @classmethod
+    def wanted_by(cls, params: SamplingParams, prompt_len: int, vocab_size: int) -> PromptLogprobs | None:
+        """An empty table for a request's prompt; None if it wants none."""
+        count = params.prompt_logprobs
+        if count is None:
+            return None
+        return cls(prompt_len - 1, 1 + (vocab_size if count == ALL_LOGPROBS else count))
 
     @property
     def num_left(self) -> int:

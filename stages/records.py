@@ -78,6 +78,7 @@ class PreparedInputs:
     logits_indices: torch.Tensor
     query_start_loc_host: npt.NDArray[np.int32]
     seq_lens_host: npt.NDArray[np.int32]
+    token_rows: IntArray
     logits_indices_host: IntArray
     sampling_reqs: IntArray
     sampling_logits: IntArray

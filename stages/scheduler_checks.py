@@ -5,15 +5,16 @@ Nothing here changes anything: a refusal leaves the step as if it had never been
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
+import numpy.typing as npt
 
 from .errors import InvalidSamplingParams, InvalidSchedulerOutput
 from .io import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from .prompt_logprobs import PromptLogprobs
+from .records import IntArray
 from .request_table import RequestRecord, RequestTable, TokenArray, seed_of
-from .sampling_params import ALL_LOGPROBS, SamplingParams
 from .specs import NULL_BLOCK
 from .step_changes import Binding, Continuation, StepChanges, StepLimits
 
@@ -56,14 +57,7 @@ class SchedulerOutputCheck:
         if len(ids) != num_reqs:
             raise InvalidSchedulerOutput("a request is listed twice among the new and continued requests")
         if ids != counts.keys():
-            extra, missing = counts.keys() - ids, ids - counts.keys()
-            if extra:
-                raise InvalidSchedulerOutput(
-                    "has scheduled tokens but is in neither list of requests", req_id=min(extra)
-                )
-            raise InvalidSchedulerOutput(
-                "has no entry in num_scheduled_tokens; leave it out of the step", req_id=min(missing)
-            )
+            self._refuse_ids(ids, counts.keys())
         total = sum(counts.values())
         if total != output.total_num_scheduled_tokens:
             raise InvalidSchedulerOutput(
@@ -81,7 +75,7 @@ class SchedulerOutputCheck:
                 raise InvalidSchedulerOutput(
                     f"scheduled_cached_reqs.{name} has {len(values)} entries for {len(cached.req_ids)} requests"
                 )
-        if stray := cached.resumed_req_ids - ids:
+        if cached.resumed_req_ids and (stray := cached.resumed_req_ids - ids):
             raise InvalidSchedulerOutput("is in resumed_req_ids but not scheduled", req_id=min(stray))
         for name in ("scheduled_spec_decode_tokens", "scheduled_encoder_inputs"):
             for req_id, values in getattr(output, name).items():
@@ -89,6 +83,12 @@ class SchedulerOutputCheck:
                     raise InvalidSchedulerOutput(f"{name} need a stage that this runner does not have", req_id=req_id)
         if output.kv_connector_metadata is not None:
             raise InvalidSchedulerOutput("kv_connector_metadata needs a connector that this runner does not have")
+
+    def _refuse_ids(self, listed: Set[str], counted: Set[str]) -> None:
+        if extra := counted - listed:
+            raise InvalidSchedulerOutput("has scheduled tokens but is in neither list of requests", req_id=min(extra))
+        missing = min(listed - counted)
+        raise InvalidSchedulerOutput("has no entry in num_scheduled_tokens; leave it out of the step", req_id=missing)
 
     def _new(self, data: NewRequestData) -> Binding:
         req_id, limits = data.req_id, self._limits
@@ -122,7 +122,7 @@ class SchedulerOutputCheck:
             prompt_token_ids=prompt,
             sampling_params=params,
             seed=seed_of(req_id, params, limits.engine_seed),
-            prompt_logprobs=_prompt_logprobs(params, len(prompt), limits.vocab_size),
+            prompt_logprobs=PromptLogprobs.wanted_by(params, len(prompt), limits.vocab_size),
         )
         return Binding(record, tokens, data.block_ids, data.num_computed_tokens, is_new=True)
 
@@ -177,91 +177,105 @@ class SchedulerOutputCheck:
                 raise InvalidSchedulerOutput(_TOO_MANY_BLOCKS.format(len(ids), table.max_blocks), req_id=req_id)
 
     def _continued(self, cached: CachedRequestData) -> Continuation:
-        table, resumed = self._table, cached.resumed_req_ids
-        kept: Sequence[int] = range(len(cached.req_ids))
+        resumed = cached.resumed_req_ids
+        kept: slice | list[int] = slice(None)
+        ids, new_block_ids = cached.req_ids, cached.new_block_ids
         if resumed:
-            kept = [i for i in kept if cached.req_ids[i] not in resumed]
-        ids = [cached.req_ids[i] for i in kept] if resumed else cached.req_ids
+            kept = [index for index, req_id in enumerate(ids) if req_id not in resumed]
+            ids = [cached.req_ids[index] for index in kept]
+            new_block_ids = [new_block_ids[index] for index in kept] if new_block_ids else ()
         rows = self._rows(ids)
         counts = self._output.num_scheduled_tokens
-        scheduled = np.fromiter((counts[req_id] for req_id in ids), np.int64, len(ids))
-        computed = np.asarray(cached.num_computed_tokens, dtype=np.int64)
-        if resumed:
-            computed = computed[kept]
+        scheduled = np.array([counts[req_id] for req_id in ids], dtype=np.int64)
+        computed = np.array(cached.num_computed_tokens, dtype=np.int64)[kept]
         tokens, known = self._token_changes(cached, kept, rows)
         end = computed + scheduled
+        # Most steps are right: one comparison of each kind, and only a wrong one is looked at closely.
+        if (end > np.minimum(known, self._limits.max_model_len)).any() or (
+            np.minimum(scheduled - 1, computed) < 0
+        ).any():
+            self._refuse_counts(ids, scheduled, computed, known)
+        blocks = [(index, new_ids) for index, new_ids in enumerate(new_block_ids) if new_ids is not None]
+        self._check_new_blocks(ids, rows, end, blocks)
+        appended = [(int(rows[index]), new_ids) for index, new_ids in blocks]
+        return Continuation(ids, rows, scheduled, computed, appended, tokens)
+
+    def _refuse_counts(self, ids: Sequence[str], scheduled: IntArray, computed: IntArray, known: IntArray) -> None:
+        end, limit = computed + scheduled, self._limits.max_model_len
         self._refuse(ids, scheduled < 1, lambda i: _NO_TOKENS.format(scheduled[i]))
         self._refuse(ids, computed < 0, lambda i: f"num_computed_tokens is {computed[i]}")
         self._refuse(ids, end > known, lambda i: _BEYOND_KNOWN.format(computed[i], scheduled[i], known[i]))
-        limit = self._limits.max_model_len
         self._refuse(ids, end > limit, lambda i: f"position {end[i]} is beyond max_model_len {limit}")
-        blocks = [
-            (position, ids_of_groups)
-            for position, index in enumerate(kept)
-            if cached.new_block_ids and (ids_of_groups := cached.new_block_ids[index]) is not None
-        ]
-        for position, new_ids in blocks:
-            self._check_blocks(ids[position], new_ids)
-        for group, block_table in enumerate(table.block_tables):
-            held = block_table.counts[rows]
-            for position, new_ids in blocks:
-                held[position] += len(new_ids[group])
-            size = block_table.block_size
-            self._refuse(ids, held * size < end, lambda i: _TOO_FEW_BLOCKS.format(held[i], size, end[i]))  # noqa: B023
-            width = block_table.max_blocks
-            self._refuse(ids, held > width, lambda i: _TOO_MANY_BLOCKS.format(held[i], width))  # noqa: B023
-        return Continuation(rows, computed, [(int(rows[position]), new_ids) for position, new_ids in blocks], tokens)
 
-    def _rows(self, ids: Sequence[str]) -> np.ndarray:
+    def _check_new_blocks(
+        self, ids: Sequence[str], rows: IntArray, end: IntArray, blocks: Sequence[tuple[int, BlockIds]]
+    ) -> None:
+        for index, new_ids in blocks:
+            self._check_blocks(ids[index], new_ids)
+        for group, table in enumerate(self._table.block_tables):
+            held, size, width = table.counts[rows], table.block_size, table.max_blocks
+            for index, new_ids in blocks:
+                held[index] += len(new_ids[group])
+                if held[index] > width:
+                    raise InvalidSchedulerOutput(_TOO_MANY_BLOCKS.format(held[index], width), req_id=ids[index])
+            self._refuse(ids, held * size < end, lambda i: _TOO_FEW_BLOCKS.format(held[i], size, end[i]))  # noqa: B023
+
+    def _rows(self, ids: Sequence[str]) -> IntArray:
         rows = list(map(self._table.rows.get, ids))
         gone = self._finished | self._preempted
-        if None in rows or not gone.isdisjoint(ids):
+        if None in rows or (gone and not gone.isdisjoint(ids)):
             for req_id, row in zip(ids, rows, strict=True):
                 self._known(req_id)
                 if row is None or req_id in gone:
                     raise InvalidSchedulerOutput(
                         "was preempted; list it in resumed_req_ids with all its blocks", req_id=req_id
                     )
-        return np.asarray(rows, dtype=np.int64)
+        return np.array(rows, dtype=np.int64)
 
     def _token_changes(
-        self, cached: CachedRequestData, kept: Sequence[int], rows: np.ndarray
-    ) -> tuple[list[tuple[int, int, TokenArray]], np.ndarray]:
+        self, cached: CachedRequestData, kept: slice | list[int], rows: IntArray
+    ) -> tuple[list[tuple[int, int, TokenArray]], IntArray]:
         """Writes (row, start, tokens) for rewound or corrected requests, and every request's known count after."""
         table = self._table
         known = table.num_tokens[rows]
         changes: list[tuple[int, int, TokenArray]] = []
         if cached.num_output_tokens:
-            expected = table.num_prompt_tokens[rows] + np.asarray(cached.num_output_tokens, dtype=np.int64)[kept]
-            for position in np.flatnonzero(expected < known):
-                changes.append((int(rows[position]), int(expected[position]), _NO_TOKEN_IDS))
-                known[position] = expected[position]
-            self._check_outputs(cached, kept, expected, known)
+            expected = table.num_prompt_tokens[rows] + np.array(cached.num_output_tokens, dtype=np.int64)[kept]
+            if (expected != known).any():
+                for position in np.flatnonzero(expected < known).tolist():
+                    changes.append((int(rows[position]), int(expected[position]), _NO_TOKEN_IDS))
+                    known[position] = expected[position]
+                self._check_outputs(cached, kept, expected, known)
         if cached.new_token_ids or cached.all_token_ids:
             table.wait_for_tokens()
-            for position, index in enumerate(kept):
-                req_id, row = cached.req_ids[index], int(rows[position])
-                start, tokens = 0, cached.all_token_ids.get(req_id, ())
-                if cached.new_token_ids and len(cached.new_token_ids[index]):
-                    start, tokens = cached.num_computed_tokens[index], cached.new_token_ids[index]
-                if not len(tokens):
-                    continue
-                array = self._tokens(req_id, "new_token_ids" if start else "all_token_ids", tokens)
-                if start > known[position] or start + len(array) > self._limits.max_model_len:
-                    raise InvalidSchedulerOutput(
-                        f"new_token_ids at {start} leave a gap or exceed the length", req_id=req_id
-                    )
-                stop = max(start + len(array), int(known[position]))
-                merged = np.concatenate([array, table.token_ids_host[row, start + len(array) : stop]])
-                changes.append((row, start, merged))
-                known[position] = stop
+            for position, index in enumerate(range(len(rows)) if isinstance(kept, slice) else kept):
+                change = self._token_change(cached, index, int(rows[position]), int(known[position]))
+                if change is not None:
+                    changes.append(change)
+                    known[position] = change[1] + len(change[2])
         return changes, known
 
+    def _token_change(
+        self, cached: CachedRequestData, index: int, row: int, known: int
+    ) -> tuple[int, int, TokenArray] | None:
+        """The write that ``new_token_ids`` or ``all_token_ids`` asks for, with the known tokens behind it."""
+        req_id = cached.req_ids[index]
+        name, start, tokens = "all_token_ids", 0, cached.all_token_ids.get(req_id, ())
+        if cached.new_token_ids and len(cached.new_token_ids[index]):
+            name, start, tokens = "new_token_ids", cached.num_computed_tokens[index], cached.new_token_ids[index]
+        if not len(tokens):
+            return None
+        array = self._tokens(req_id, name, tokens)
+        if not 0 <= start <= known or start + len(array) > self._limits.max_model_len:
+            raise InvalidSchedulerOutput(f"{name} at {start} leave a gap or exceed max_model_len", req_id=req_id)
+        behind = self._table.token_ids_host[row, start + len(array) : max(start + len(array), known)]
+        return row, start, np.concatenate([array, behind])
+
     def _check_outputs(
-        self, cached: CachedRequestData, kept: Sequence[int], expected: np.ndarray, known: np.ndarray
+        self, cached: CachedRequestData, kept: slice | list[int], expected: IntArray, known: IntArray
     ) -> None:
         for position in np.flatnonzero(expected > known).tolist():
-            index = kept[position]
+            index = position if isinstance(kept, slice) else kept[position]
             if (cached.new_token_ids and len(cached.new_token_ids[index])) or cached.req_ids[
                 index
             ] in cached.all_token_ids:
@@ -310,7 +324,7 @@ class SchedulerOutputCheck:
         if held * size < end:
             raise InvalidSchedulerOutput(_TOO_FEW_BLOCKS.format(held, size, end), req_id=req_id)
 
-    def _refuse(self, ids: Sequence[str], bad: np.ndarray, reason: Callable[[int], str]) -> None:
+    def _refuse(self, ids: Sequence[str], bad: npt.NDArray[np.bool_], reason: Callable[[int], str]) -> None:
         if bad.any():
             index = int(np.argmax(bad))
             raise InvalidSchedulerOutput(reason(index), req_id=ids[index])
@@ -323,13 +337,6 @@ class SchedulerOutputCheck:
             raise InvalidSchedulerOutput(
                 f"{live} live requests exceed max_num_seqs {self._limits.max_num_seqs}; finish or preempt some first"
             )
-
-
-def _prompt_logprobs(params: SamplingParams, prompt_len: int, vocab_size: int) -> PromptLogprobs | None:
-    count = params.prompt_logprobs
-    if count is None:
-        return None
-    return PromptLogprobs(prompt_len - 1, 1 + (vocab_size if count == ALL_LOGPROBS else count))
 
 
 _NO_TOKEN_IDS: TokenArray = np.empty(0, dtype=np.int32)

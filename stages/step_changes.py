@@ -37,9 +37,11 @@ class Binding:
 
 @frozen(eq=False)
 class Continuation:
-    """Requests that keep their rows (parallel arrays), and the few that also get blocks or other tokens."""
+    """Requests that keep their rows (parallel), and the few of them that also get blocks or other tokens, by row."""
 
+    req_ids: Sequence[str]
     rows: npt.NDArray[np.int64]
+    num_scheduled_tokens: npt.NDArray[np.int64]
     num_computed_tokens: npt.NDArray[np.int64]
     blocks: Sequence[tuple[int, BlockIds]]
     tokens: Sequence[tuple[int, int, TokenArray]]

@@ -6,10 +6,10 @@ import numpy as np
 
 from ..fsm import Transaction
 from .io import SchedulerOutput
-from .records import Batch
+from .records import Batch, IntArray
 from .request_table import RequestTable
 from .scheduler_checks import SchedulerOutputCheck
-from .step_changes import StepLimits
+from .step_changes import StepChanges, StepLimits
 
 
 class UpdateStates:
@@ -20,7 +20,7 @@ class UpdateStates:
         self._limits = limits
 
     def __call__(self, scheduler_output: SchedulerOutput, transaction: Transaction) -> Batch:
-        """The batch, in the order of the scheduler's lists: continued and resumed requests, then new ones.
+        """The batch: continued requests, then resumed ones, then new ones, each in the order of the scheduler's lists.
 
         Raises:
             InvalidSchedulerOutput: naming the request and the reason.
@@ -47,19 +47,22 @@ class UpdateStates:
             table.append_blocks(row, block_ids, transaction)
         table.set_computed(continued.rows, continued.num_computed_tokens, transaction)
         table.flush()
-        return self._batch(scheduler_output, transaction)
+        return self._batch(scheduler_output, changes, transaction)
 
-    def _batch(self, scheduler_output: SchedulerOutput, transaction: Transaction) -> Batch:
-        table = self._table
-        req_ids = [*scheduler_output.scheduled_cached_reqs.req_ids]
-        req_ids += [data.req_id for data in scheduler_output.scheduled_new_reqs]
+    def _batch(self, scheduler_output: SchedulerOutput, changes: StepChanges, transaction: Transaction) -> Batch:
+        continued, bindings = changes.continued, changes.bindings
+        req_ids, rows = continued.req_ids, continued.rows
+        scheduled, computed = continued.num_scheduled_tokens, continued.num_computed_tokens
+        if bindings:
+            bound_ids = [binding.record.req_id for binding in bindings]
+            req_ids = [*req_ids, *bound_ids]
+            rows = _joined(rows, [self._table.rows[req_id] for req_id in bound_ids])
+            counts = scheduler_output.num_scheduled_tokens
+            scheduled = _joined(scheduled, [counts[req_id] for req_id in bound_ids])
+            computed = _joined(computed, [binding.num_computed_tokens for binding in bindings])
         transaction.request_ids = req_ids
-        counts = scheduler_output.num_scheduled_tokens
-        rows = np.asarray([table.rows[req_id] for req_id in req_ids], dtype=np.int64)
-        return Batch(
-            req_ids=req_ids,
-            rows=rows,
-            num_scheduled_tokens=np.asarray([counts[req_id] for req_id in req_ids], dtype=np.int64),
-            num_computed_tokens=table.num_computed_tokens[rows],
-            num_tokens=scheduler_output.total_num_scheduled_tokens,
-        )
+        return Batch(req_ids, rows, scheduled, computed, scheduler_output.total_num_scheduled_tokens)
+
+
+def _joined(first: IntArray, second: list[int]) -> IntArray:
+    return np.concatenate([first, np.array(second, dtype=np.int64)])

@@ -17,9 +17,13 @@ def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
     Goes by the maxima of tiles, and looks for the index inside the winning tile only: finding a maximum is vectorised
     on a CPU, finding its index is not.
     """
-    vocab_size = logits.shape[1]
-    tile = min(_ARGMAX_TILE, vocab_size)
-    peaks = torch.stack([part.amax(dim=1) for part in logits.split(tile, dim=1)], dim=1)
+    vocab_size, tile = logits.shape[1], _ARGMAX_TILE
+    if vocab_size <= tile:
+        return logits.argmax(dim=1)
+    if vocab_size % tile:
+        peaks = torch.stack([part.amax(dim=1) for part in logits.split(tile, dim=1)], dim=1)
+    else:
+        peaks = logits.unflatten(1, (-1, tile)).amax(dim=2)
     first = (peaks.argmax(dim=1) * tile).clamp_(max=vocab_size - tile)
     window = first[:, None] + torch.arange(tile, device=logits.device)
     return first + logits.gather(1, window).argmax(dim=1)

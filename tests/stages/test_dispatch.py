@@ -69,6 +69,7 @@ def step(
         logits_indices=torch.from_numpy(wanted),
         query_start_loc_host=offsets,
         seq_lens_host=seq_lens,
+        token_rows=np.zeros(0, dtype=np.int64),
         logits_indices_host=wanted,
         sampling_reqs=np.arange(len(counts)),
         sampling_logits=np.arange(len(counts)),

@@ -98,6 +98,7 @@ def prepared(counts: Sequence[int], eager_reason: str | None) -> tuple[Batch, Pr
         logits_indices=torch.from_numpy(offsets[1:].astype(np.int64) - 1),
         query_start_loc_host=offsets,
         seq_lens_host=array.astype(np.int32),
+        token_rows=np.zeros(0, dtype=np.int64),
         logits_indices_host=offsets[1:].astype(np.int64) - 1,
         sampling_reqs=np.arange(len(counts)),
         sampling_logits=np.arange(len(counts)),

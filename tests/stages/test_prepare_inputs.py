@@ -60,14 +60,14 @@ def test_one_token_prompt_tail_is_classified_by_state_not_by_count(kit: Any, bui
 
 def test_tails_are_reset_to_capacity(kit: Any, build: Any, buffers: InputBuffers) -> None:
     buffers.input_ids.fill_(10**6)
-    for buffer in (buffers.positions, buffers.query_start_loc, buffers.seq_lens):
+    for buffer in (buffers.tokens, buffers.requests):
         buffer.array[:] = 10**6
     batch = kit.step(build.output({"a": 2}, [build.new("a", [1, 2])]))
     PrepareInputs(kit.table, buffers)(batch)
     assert buffers.input_ids.tolist() == [1, 2] + [0] * 30
-    assert buffers.positions.array.tolist() == [0, 1] + [0] * 30
-    assert buffers.query_start_loc.array.tolist() == [0, 2, 2, 2, 2]
-    assert buffers.seq_lens.array.tolist() == [2, 0, 0, 0]
+    assert buffers.positions.tolist() == [0, 1] + [0] * 30
+    assert buffers.query_start_loc.tolist() == [0, 2, 2, 2, 2]
+    assert buffers.seq_lens.tolist() == [2, 0, 0, 0, 0]
 
 
 def test_null_rows_of_a_dummy_run(kit: Any, buffers: InputBuffers) -> None:

@@ -70,7 +70,8 @@ def test_preempted_then_resumed_gets_a_fresh_row_and_its_tokens(kit: Any, build:
     batch = kit.step(build.output({"a": 4, "b": 1}, cached=resumed))
     assert kit.tokens("a") == [1, 2, 3, 9]
     assert kit.blocks("a") == [8, 9]
-    assert batch.num_computed_tokens.tolist() == [0, 3]
+    assert list(batch.req_ids) == ["b", "a"], "continued requests come first"
+    assert batch.num_computed_tokens.tolist() == [3, 0]
 
 
 def test_resumed_without_a_word_of_preemption(kit: Any, build: Any) -> None:

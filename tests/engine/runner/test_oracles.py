@@ -124,9 +124,7 @@ class Poison:
                     NULL_BLOCK if row == NULL_ROW else 2**31 - 1
                 )
         buffers.input_ids.fill_(2**30)
-        for buffer in (buffers.token_index, buffers.positions, buffers.query_start_loc, buffers.seq_lens):
-            buffer.array[:] = 2**30
-        for buffer in (*buffers.slot_mapping, *buffers.block_table, buffers.logits_indices):
+        for buffer in (buffers.tokens, buffers.requests, *buffers.slot_mapping, *buffers.block_table):
             buffer.array[:] = 2**30
         held = {
             int(block)

@@ -104,6 +104,7 @@ def _inputs(sampling_reqs: np.ndarray, sampling_logits: np.ndarray, spans: Seque
         logits_indices=unused,
         query_start_loc_host=unused_host.astype(np.int32),
         seq_lens_host=unused_host.astype(np.int32),
+        token_rows=unused_host,
         logits_indices_host=unused_host,
         sampling_reqs=sampling_reqs,
         sampling_logits=sampling_logits,
