@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 from ..stages.specs import NULL_BLOCK
 
@@ -21,7 +21,7 @@ def root_hash(group: int, block_size: int, salt: str = "") -> bytes:
     Blocks are shared only within one KV-cache ``group`` and one ``salt`` (a LoRA id, a tenant: whatever makes equal
     tokens give different keys and values).
     """
-    return sha256(f"{group}/{block_size}/{salt}".encode()).digest()
+    return sha256(f"{group}/{block_size}/{salt}".encode("utf-8", "surrogatepass")).digest()
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -36,12 +36,22 @@ def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 @frozen
 class _Change:
-    """One block taken or released; enough to undo it. ``predecessor`` is its neighbour in the free list before."""
+    """One block taken or released; enough to undo it.
+
+    ``predecessor`` was its neighbour in the free list, None if it was not free; ``evicted`` the prefix that it held.
+    """
 
     block: int
     taken: bool
-    predecessor: int = NULL_BLOCK
+    predecessor: int | None = None
     evicted: bytes | None = None
+
+
+@define(eq=False)
+class PoolJournal:
+    """What one step took from a pool and released to it, in order."""
+
+    changes: list[_Change] = field(factory=list)
 
 
 class BlockPool:
@@ -51,8 +61,9 @@ class BlockPool:
     end and can be found and taken again until it is the least recently freed one and gets evicted; the others go to
     its front. Every operation is O(1) a block.
 
-    Between :meth:`begin` and :meth:`commit` or :meth:`rollback` the pool keeps a journal, so that a step that was
-    scheduled but never ran can be undone exactly, down to the order of eviction.
+    Between :meth:`begin` and :meth:`end` the pool keeps a journal, so that a step that was scheduled but never ran can
+    be undone exactly, down to the order of eviction. Journals are undone in reverse order; blocks may be released and
+    published between a journal's end and its undoing, but not taken.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
@@ -65,7 +76,7 @@ class BlockPool:
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._journal: list[_Change] | None = None
+        self._journal: PoolJournal | None = None
 
     @property
     def num_cached(self) -> int:
@@ -128,25 +139,27 @@ class BlockPool:
         for block in list(self._block_of.values()):
             self.forget(block)
 
-    def begin(self) -> None:
-        """Start a journal: everything taken and released from here on can be undone."""
-        assert self._journal is None, "a journal is open already; commit or roll it back first"
-        self._journal = []
+    def begin(self) -> PoolJournal:
+        """Start a journal: everything taken and released until :meth:`end` can be undone with it."""
+        assert self._journal is None, "a journal is open already; end it first"
+        self._journal = PoolJournal()
+        return self._journal
 
-    def commit(self) -> None:
-        """Keep what was done since :meth:`begin`."""
+    def end(self) -> None:
+        """Stop writing the journal."""
         self._journal = None
 
-    def rollback(self) -> None:
-        """Undo what was done since :meth:`begin`, the newest change first."""
-        changes, self._journal = self._journal or [], None
-        for change in reversed(changes):
+    def rollback(self, journal: PoolJournal, *, written: bool = False) -> None:
+        """Undo what a journal holds, the newest change first.
+
+        ``written``: the blocks that were taken may have been written to, so the prefixes that they held stay evicted.
+        """
+        self.end()
+        for change in reversed(journal.changes):
             block = change.block
             if change.taken:
-                self._ref_counts[block] -= 1
-                if self._ref_counts[block] == 0:
-                    self._link(block, change.predecessor)
-                if change.evicted is not None:
+                self._drop_reference(block, change.predecessor)
+                if change.evicted is not None and not written:
                     self.publish(block, change.evicted)
             else:
                 if self._ref_counts[block] == 0:
@@ -161,20 +174,26 @@ class BlockPool:
         return block
 
     def _take(self, block: int, evicted: bytes | None = None) -> None:
+        is_free = self._ref_counts[block] == 0
         if self._journal is not None:
-            self._journal.append(_Change(block, True, self._previous[block], evicted))
-        if self._ref_counts[block] == 0:
+            self._journal.changes.append(_Change(block, True, self._previous[block] if is_free else None, evicted))
+        if is_free:
             self._unlink(block)
         self._ref_counts[block] += 1
 
     def _release(self, block: int) -> None:
         assert self._ref_counts[block] > 0, f"block {block} was freed more often than it was taken"
         if self._journal is not None:
-            self._journal.append(_Change(block, False))
+            self._journal.changes.append(_Change(block, False))
+        self._drop_reference(block)
+
+    def _drop_reference(self, block: int, predecessor: int | None = None) -> None:
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
-            # A block without a published prefix is of no use to anybody: reuse it first.
-            self._link(block, self._previous[NULL_BLOCK] if self._hash_of[block] is not None else NULL_BLOCK)
+            if predecessor is None:
+                # A block without a published prefix is of no use to anybody: reuse it first.
+                predecessor = self._previous[NULL_BLOCK] if self._hash_of[block] is not None else NULL_BLOCK
+            self._link(block, predecessor)
 
     def _link(self, block: int, predecessor: int) -> None:
         successor = self._next[predecessor]

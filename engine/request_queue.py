@@ -1,4 +1,4 @@
-"""Who runs and who waits."""
+"""Who waits, who runs and who leaves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ class RequestQueues:
     queue, and whoever has to give way is the last of the one and becomes the first of the other. So the oldest request
     always gets on, and with it, in time, everyone.
 
-    The two ``undo`` methods leave out requests that were removed since.
+    ``leaving`` are requests that are finished while a step in flight still uses their blocks. The two ``undo`` methods
+    leave out requests that were removed since.
     """
 
     def __init__(self) -> None:
         self.running: list[Request] = []
+        self.leaving: list[Request] = []
         self._waiting: OrderedDict[str, Request] = OrderedDict()
 
     @property
@@ -61,14 +63,23 @@ class RequestQueues:
                 del self._waiting[request.req_id]
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)
+            else:
+                self.leaving.append(request)
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """Take requests out for good, wherever they are."""
+        """Take requests out for good, wherever they are; they are leaving until :meth:`take_left`."""
         for request in requests:
             if request.status is RequestStatus.WAITING:
                 del self._waiting[request.req_id]
             request.status = RequestStatus.FINISHED
+        self.leaving.extend(requests)
         self._drop_stopped()
+
+    def take_left(self) -> list[Request]:
+        """Take out those of ``leaving`` whose blocks no step in flight uses any more."""
+        left = [request for request in self.leaving if not request.is_in_flight]
+        self.leaving = [request for request in self.leaving if request.is_in_flight]
+        return left
 
     def _put_first(self, request: Request) -> None:
         request.status = RequestStatus.WAITING

@@ -6,6 +6,7 @@ al., OSDI 2024); the outputs have the shapes and meanings of vLLM's v1 scheduler
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -15,7 +16,7 @@ from ..stages.io import ModelRunnerOutput, SchedulerOutput
 from ..stages.sampling_params import SamplingParams
 from .block_pool import BlockPool
 from .request_queue import RequestQueues
-from .scheduler_admission import check_servable
+from .scheduler_admission import check_servable, checked_prompt
 from .scheduler_blocks import BlockTables
 from .scheduler_planner import Planner
 from .scheduler_records import (
@@ -46,9 +47,18 @@ __all__ = [
 class Scheduler:
     """Decides what each step computes: first come, first served.
 
-    ``schedule()`` hands out one step; it is settled by ``update_from_output`` when it ran, by ``rollback`` when it did
-    not, and only then comes the next one (a step without tokens needs neither). Requests may be added and aborted at
-    any time; what an aborted one holds is freed when the step in flight is settled.
+    ``schedule()`` hands out one step. It is in flight until it is settled: by ``update_from_output`` when it ran, by
+    ``rollback`` when it did not. A step without tokens needs neither. More steps may be scheduled before the first is
+    settled, to any depth: a token that a step in flight samples counts as known, because the runner has its value, and
+    the outputs count it too. Steps are updated in the order in which they were scheduled, and rolled back in reverse.
+    Scheduling ahead never goes past ``max_tokens`` or ``max_model_len``; where a request turns out to have ended
+    earlier, what later steps in flight computed for it is dropped.
+
+    Requests may be added and aborted at any time, and ids used again at once. The blocks of a request that ended are
+    freed when the last step that uses them is settled. A request in flight is never preempted. If nothing can go on
+    before an earlier step is settled, the step is empty: no tokens and no ids, while ``num_in_flight`` is not 0; such
+    an output need not be sent to the runner. With nothing in flight, a scheduler with unfinished requests always gives
+    tokens.
 
     Not thread-safe: the serving loop owns it.
     """
@@ -61,7 +71,8 @@ class Scheduler:
         self._queues = RequestQueues()
         self._planner = Planner(config, self._queues, self._blocks)
         self._finished_req_ids: set[str] = set()
-        self._step: ScheduledStep | None = None
+        self._untold: list[Request] = []
+        self._steps: deque[ScheduledStep] = deque()
         self._queries = self._hits = self._preemptions = 0
 
     @property
@@ -74,13 +85,21 @@ class Scheduler:
         """Requests that have not begun, or were preempted."""
         return self._queues.num_waiting
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps with tokens that were scheduled and are not settled yet."""
+        return sum(1 for step in self._steps if step.num_scheduled_tokens)
+
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is still to be served."""
+        """Whether any request is not known to have ended; the last token of one may be in flight."""
         return bool(self._requests)
 
     def has_work(self) -> bool:
-        """Whether another step is needed: for unfinished requests, or to tell the runner which ones finished."""
-        return bool(self._requests or self._finished_req_ids)
+        """Whether the loop has to go on: for unfinished requests, for steps in flight, or to tell the runner who ended.
+
+        True does not mean that ``schedule()`` gives tokens now: see the class.
+        """
+        return bool(self._requests or self._finished_req_ids or self.num_in_flight)
 
     def stats(self) -> SchedulerStats:
         """The figures of this moment."""
@@ -103,9 +122,9 @@ class Scheduler:
         Raises:
             RequestRefused: it could never be served as it is, or its id is in use.
         """
+        prompt = checked_prompt(req_id, prompt_token_ids, sampling_params)
         if req_id in self._requests:
             raise RequestRefused(req_id, "is live already; abort it with finish_requests() first, or use another id")
-        prompt = tuple(prompt_token_ids)
         max_total = self.config.max_model_len
         if sampling_params.max_tokens is not None:
             max_total = min(max_total, len(prompt) + sampling_params.max_tokens)
@@ -123,108 +142,141 @@ class Scheduler:
     def finish_requests(self, req_ids: Iterable[str]) -> list[str]:
         """Abort requests wherever they are; the next step tells the runner. Their ids may be used again at once.
 
-        Ids that are unknown, finished already or given twice are passed over. Returns the ids that were live.
+        What steps in flight still bring for them is dropped. Ids that are unknown, finished already or given twice are
+        passed over. Returns the ids that were live.
         """
         aborted = [request for req_id in req_ids if (request := self._requests.pop(req_id, None)) is not None]
         self._retire(aborted)
-        if self._step is None:
-            self._release(aborted)
-        else:
-            self._step.aborted.extend(aborted)
         return [request.req_id for request in aborted]
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
         """Forget every cached prefix: the weights were changed, or the cache's memory was given back.
 
+        With ``preempt_running``, running requests give their blocks back and go on from their tokens.
+
         Raises:
-            StepStateError: requests are running, whose blocks would be stale too. Finish or abort them first.
+            StepStateError: steps are in flight, or requests are running, whose blocks would be stale too.
         """
-        self._settle_empty_step("reset_prefix_cache")
+        if self.num_in_flight:
+            raise StepStateError(
+                f"reset_prefix_cache() with {self.num_in_flight} steps in flight; settle them first",
+                state="SCHEDULED",
+                call="reset_prefix_cache",
+                allowed=("update_from_output", "rollback"),
+            )
+        if preempt_running:
+            preempted = self._planner.preempt_all()
+            self._untold += preempted
+            self._preemptions += len(preempted)
         if self._queues.running:
             raise StepStateError(
                 f"reset_prefix_cache() with {self.num_running} requests running, whose keys and values would be stale; "
-                "let them finish or abort them with finish_requests() first",
+                "let them finish, abort them with finish_requests(), or pass preempt_running=True",
                 state="RUNNING",
                 call="reset_prefix_cache",
                 allowed=("finish_requests", "schedule"),
             )
+        self._steps.clear()
         self._pool.forget_all()
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, *, admit_new: bool = True) -> SchedulerOutput:
         """The next step: running requests go on, then waiting ones are admitted while budget and blocks last.
 
-        It may hold no tokens and still carry finished ids for the runner.
-
-        Raises:
-            StepStateError: the step before this one has tokens and is not settled.
+        It may hold no tokens and still carry finished ids for the runner. Without ``admit_new``, requests that have
+        never run stay in the queue.
         """
-        self._settle_empty_step("schedule")
-        self._pool.begin()
-        step = ScheduledStep(budget=self.config.max_num_batched_tokens, finished_req_ids=self._finished_req_ids)
-        self._finished_req_ids = set()
-        self._step = step
+        while self._steps and not self._steps[0].num_scheduled_tokens:
+            self._steps.popleft()
+        step = ScheduledStep(
+            budget=self.config.max_num_batched_tokens,
+            journal=self._pool.begin(),
+            finished_req_ids=self._finished_req_ids,
+            untold=[request for request in self._untold if request.status is RequestStatus.WAITING],
+        )
+        self._finished_req_ids, self._untold = set(), []
         try:
-            self._planner.plan(step)
+            self._planner.plan(step, admit_new=admit_new)
+            running, num_leaving = self._queues.running, len(self._queues.leaving)
+            output = step.close(self._blocks.num_common_prefix_blocks(running, num_leaving))
         except BaseException:  # an interrupt too must not leave half a step behind
-            self._undo(step)
+            self._undo(step, written=False)
             raise
+        finally:
+            self._pool.end()
         self._queries += step.queries
         self._hits += step.hits
         self._preemptions += len(step.preempted)
-        return step.close(self._blocks.num_common_prefix_blocks(self._queues.running))
+        if not _is_blank(output):
+            self._steps.append(step)
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[RequestUpdate]:
-        """Settle a step that ran: append what was sampled, end what has ended, publish the blocks that were filled.
+        """Settle the oldest step: append what was sampled, end what has ended, publish the blocks that were filled.
 
-        Returns an update for each request that has something to tell. Requests that were aborted since the step was
-        scheduled are passed over.
+        Returns an update for each request that has something to tell. Requests that ended since the step was scheduled
+        are passed over. Where the output of a step without tokens is given, nothing happens.
 
         Raises:
-            StepStateError: this is not the step in flight.
-            RunnerOutputMismatch: the runner's output leaves out a live request of the step.
+            StepStateError: this is not the oldest step in flight.
+            RunnerOutputMismatch: the runner's output leaves out a live request of the step and gives no error for it.
         """
-        step = self._step_in_flight(scheduler_output, "update_from_output")
+        if not scheduler_output.num_scheduled_tokens:
+            return []
+        oldest = next((step for step in self._steps if step.num_scheduled_tokens), None)
+        step = self._expect(oldest, scheduler_output, "update_from_output")
         step.check_complete(model_runner_output)
         updates: list[RequestUpdate] = []
         ended: list[Request] = []
+        counts, running = step.num_scheduled_tokens, RequestStatus.RUNNING
         for request in chain(step.continued, step.admitted):
-            if request.status is not RequestStatus.RUNNING:
+            start = request.num_written_tokens
+            request.num_written_tokens = start + counts[request.req_id]
+            if request.status is not running:
                 continue
-            update = self._advance(request, step.num_scheduled_tokens[request.req_id], model_runner_output)
+            update = self._advance(request, start, model_runner_output)
             if update is not None:
                 updates.append(update)
                 if update.finish_reason is not None:
                     ended.append(request)
                     del self._requests[request.req_id]
-        self._settle(step)
+        while self._steps.popleft() is not step:
+            pass  # steps without tokens before it are done too
         self._retire(ended)
-        self._release(ended)
         return updates
 
-    def rollback(self, scheduler_output: SchedulerOutput) -> None:
+    def rollback(self, scheduler_output: SchedulerOutput, *, executed: bool = False) -> None:
         """Undo the latest ``schedule()``, whose step did not run: the next one gives the same step again.
 
         Queues, tables, blocks, the order of eviction and the statistics are as they were, apart from requests that
-        were added or aborted since; the finished ids will be sent again.
+        were added or ended since; the finished ids will be sent again. Earlier steps may be in flight.
+
+        ``executed``: the step, or a part of it, was sent to the runner, whose forward pass may have written to blocks
+        before it failed. Prefixes that were evicted for the step then stay evicted, and requests preempted for it stay
+        preempted; the next step says so to the runner, which must have undone the step too.
 
         Raises:
-            StepStateError: this is not the step in flight.
+            StepStateError: this is not the latest step in flight.
         """
-        step = self._step_in_flight(scheduler_output, "rollback")
-        self._undo(step)
+        if _is_blank(scheduler_output):
+            return
+        latest = self._steps[-1] if self._steps else None
+        step = self._expect(latest, scheduler_output, "rollback")
+        self._steps.pop()
+        self._undo(step, written=executed)
         self._queries -= step.queries
         self._hits -= step.hits
-        self._preemptions -= len(step.preempted)
+        if executed:
+            self._untold += [entry.request for entry in step.preempted]
+        else:
+            self._preemptions -= len(step.preempted)
 
-    def _advance(self, request: Request, num_tokens: int, output: ModelRunnerOutput) -> RequestUpdate | None:
-        """Settle one request's share of a step; None when it has nothing to tell."""
-        req_id = request.req_id
+    def _advance(self, request: Request, start: int, output: ModelRunnerOutput) -> RequestUpdate | None:
+        """Settle one request's share of a step, from position ``start``; None when it has nothing to tell."""
+        req_id, end = request.req_id, request.num_written_tokens
         if output.request_errors and (error := output.request_errors.get(req_id)) is not None:
             return self._fail(request, error)
-        start = request.num_written_tokens
-        request.num_written_tokens = end = start + num_tokens
         step = self._blocks.smallest_step
         if start // step != end // step:
             self._blocks.publish(request, start, end)
@@ -236,8 +288,14 @@ class Scheduler:
             return RequestUpdate(req_id, [], prompt_logprobs=prompt_logprobs, num_cached_tokens=cached)
         index = output.req_id_to_index[req_id]
         sampled = output.sampled_token_ids[index]
-        if len(sampled) == 0:
-            return self._fail(request, RequestFailed(req_id, "nothing was sampled though its last token was computed"))
+        if len(sampled) != 1:
+            if len(sampled) == 0:
+                reason = "nothing was sampled though its last token was computed"
+                return self._fail(request, RequestFailed(req_id, reason))
+            if request.is_in_flight:
+                reason = f"{len(sampled)} tokens were sampled, but the step in flight after it counts on one"
+                return self._fail(request, RequestFailed(req_id, reason))
+            request.num_tokens += len(sampled) - 1
         tokens, finish_reason, stop_reason = request.append_until_end(sampled)
         logprobs = None
         if output.logprobs is not None and request.sampling_params.logprobs is not None:
@@ -251,49 +309,39 @@ class Scheduler:
         return RequestUpdate(request.req_id, [], FinishReason.ERROR, error=error, num_cached_tokens=cached)
 
     def _retire(self, requests: list[Request]) -> None:
-        """Take requests out of their queues for good; the next step tells the runner."""
+        """Take requests out of their queues for good, and free what no step in flight uses any more."""
         if requests:
             self._queues.remove(requests)
             self._finished_req_ids.update(request.req_id for request in requests)
+        if self._queues.leaving:
+            for request in self._queues.take_left():
+                self._blocks.release(request)
 
-    def _release(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._blocks.release(request)
-
-    def _undo(self, step: ScheduledStep) -> None:
-        self._pool.rollback()
-        self._planner.undo(step)
+    def _undo(self, step: ScheduledStep, *, written: bool) -> None:
+        self._pool.rollback(step.journal, written=written)
+        self._planner.undo(step, written=written)
         self._finished_req_ids |= step.finished_req_ids
-        self._settle(step)
+        self._untold = step.untold + self._untold
+        self._retire([])
 
-    def _step_in_flight(self, output: SchedulerOutput, call: str) -> ScheduledStep:
-        step = self._step
-        if step is None or step.output is not output:
-            problem = "no step is in flight" if step is None else "this is not the output of the latest schedule()"
-            raise StepStateError(
-                f"{call}(): {problem}; a step is settled once, with the very object that schedule() returned",
-                state="IDLE" if step is None else "SCHEDULED",
-                call=call,
-                allowed=("schedule",) if step is None else ("update_from_output", "rollback"),
-            )
-        return step
-
-    def _settle_empty_step(self, call: str) -> None:
-        step = self._step
+    def _expect(self, step: ScheduledStep | None, output: SchedulerOutput, call: str) -> ScheduledStep:
+        """The step whose turn it is, if this is its output."""
+        if step is not None and step.output is output:
+            return step
         if step is None:
-            return
-        if step.num_scheduled_tokens:
-            raise StepStateError(
-                f"{call}() while a step with {len(step.num_scheduled_tokens)} requests is in flight; settle it first "
-                "with update_from_output() or rollback()",
-                state="SCHEDULED",
-                call=call,
-                allowed=("update_from_output", "rollback"),
-            )
-        self._settle(step)
+            problem = "no step is in flight"
+        elif any(other.output is output for other in self._steps):
+            problem = "its turn has not come: steps are updated from the oldest on and rolled back from the latest back"
+        else:
+            problem = "this is not the output of a step in flight"
+        raise StepStateError(
+            f"{call}(): {problem}; a step is settled once, with the very object that schedule() returned",
+            state="IDLE" if step is None else "SCHEDULED",
+            call=call,
+            allowed=("schedule",) if step is None else ("schedule", "update_from_output", "rollback"),
+        )
 
-    def _settle(self, step: ScheduledStep) -> None:
-        """Close the step in flight, and free what requests held that were aborted meanwhile."""
-        self._pool.commit()
-        self._step = None
-        self._release(step.aborted)
+
+def _is_blank(output: SchedulerOutput) -> bool:
+    """Whether it has nothing to compute and nothing to tell the runner, so that there is nothing to settle."""
+    return not (output.num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids)

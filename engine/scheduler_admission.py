@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
+
+from ..stages.sampling_params import SamplingParams
 from .scheduler_records import RequestRefused, SchedulerConfig
 from .scheduler_request import Request
+
+
+def checked_prompt(req_id: str, prompt_token_ids: Iterable[int], sampling_params: SamplingParams) -> tuple[int, ...]:
+    """The prompt as plain integers: what is hashed later, in the middle of a step, must not fail there.
+
+    Raises:
+        RequestRefused: an id, token ids or parameters of the wrong kind.
+    """
+    if not isinstance(req_id, str) or not _is_text(req_id):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RequestRefused(repr(req_id), "the id of a request must be a string of whole characters")
+    if not isinstance(sampling_params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RequestRefused(req_id, f"its parameters must be SamplingParams, got {sampling_params!r:.80}")
+    try:
+        prompt = tuple(array("q", iter(prompt_token_ids)))
+    except (TypeError, OverflowError) as error:
+        raise RequestRefused(req_id, f"its prompt must be token ids: {error}") from error
+    if min(prompt, default=0) < 0:
+        raise RequestRefused(req_id, f"token id {min(prompt)} of its prompt is negative")
+    return prompt
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be encoded; half a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_servable(request: Request, config: SchedulerConfig) -> None:

@@ -119,18 +119,19 @@ class BlockTables:
             for block in ids:
                 self.pool.forget(block)
 
-    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:
+    def num_common_prefix_blocks(self, running: Sequence[Request], num_leaving: int) -> list[int]:
         """How many leading blocks all running requests share, for each group; 0 when there is only one request.
 
-        Only published blocks are ever shared, so each of them is full and its keys and values are written. No other
-        request holds blocks, so a block with as many references as there are running requests is in every table.
+        Only published blocks are ever shared, so each of them is full and its keys and values are written. Besides
+        running requests only ``num_leaving`` others hold blocks, so a block with as many references as there are of
+        both is in every table.
         """
         counts = [0] * len(self.block_sizes)
         if len(running) < 2:
             return counts
         for group, ids in enumerate(running[0].block_ids):
             for block in ids:
-                if self.pool.ref_count(block) != len(running):
+                if self.pool.ref_count(block) != len(running) + num_leaving:
                     break
                 counts[group] += 1
         return counts

@@ -67,8 +67,10 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
 
     def __attrs_post_init__(self) -> None:
-        if not self.block_sizes:
-            raise InvalidSchedulerConfig("block_sizes", "is empty; give the block size of each KV-cache group")
+        if not isinstance(self.block_sizes, tuple | list) or not self.block_sizes:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidSchedulerConfig(
+                "block_sizes", f"must list the block size of each KV-cache group, got {self.block_sizes!r}"
+            )
         for size in self.block_sizes:
             _check_at_least("block_sizes", size, 1)
         _check_at_least("max_num_seqs", self.max_num_seqs, 1)

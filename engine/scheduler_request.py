@@ -23,10 +23,11 @@ class RequestStatus(Enum):
 class Request:
     """A live request: its tokens, its blocks, and how far it is.
 
-    ``num_computed_tokens`` runs ahead when a step is scheduled; ``num_written_tokens`` follows when that step has
-    succeeded, and is what a prefix may be published from. The two differ only while a step is in flight.
-    ``num_slots`` is how many tokens the blocks of its table have room for; ``block_ids`` has one list a KV-cache
-    group, ``block_hashes`` the chained hashes of its full blocks as far as they were needed.
+    ``num_computed_tokens`` runs ahead when a step is scheduled; ``num_written_tokens`` follows when that step is
+    settled. The two differ exactly while a step with this request is in flight. ``token_ids`` are the tokens whose
+    values are known here; ``num_tokens`` counts those too that steps in flight will sample, whose values only the
+    runner has. ``num_slots`` is how many tokens the blocks of its table have room for; ``block_ids`` has one list a
+    KV-cache group, ``block_hashes`` the chained hashes of its full blocks as far as they were needed.
     """
 
     req_id: str
@@ -38,6 +39,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_written_tokens: int = 0
     num_preemptions: int = 0
@@ -53,9 +55,14 @@ class Request:
     def __attrs_post_init__(self) -> None:
         params = self.sampling_params
         self.token_ids = list(self.prompt_token_ids)
-        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.num_prompt_tokens = self.num_tokens = len(self.prompt_token_ids)
         self.eos_token_ids = frozenset(() if params.ignore_eos else params.eos_token_ids)
         self.end_token_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step that was not settled yet computes some of its tokens."""
+        return self.num_computed_tokens > self.num_written_tokens
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -6,7 +6,9 @@ from itertools import chain
 
 from attrs import define, field, frozen
 
+from ..fsm.errors import InputRefused
 from ..stages.io import BlockIds, CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from .block_pool import PoolJournal
 from .scheduler_records import RunnerOutputMismatch
 from .scheduler_request import Request, RequestStatus
 
@@ -25,16 +27,21 @@ class ScheduledStep:
     """What a step schedules, gathered in one pass over the requests.
 
     ``continued`` are the requests that the runner has in its table, ``admitted`` those it has not seen, or has dropped
-    when they were preempted. ``queries`` and ``hits`` count the tokens of admitted requests that were looked up, and
-    found, in the prefix cache.
+    when they were preempted. ``untold`` were preempted by a step that was undone, so the runner has not heard of it.
+    ``is_short_of_blocks`` says that a request waits for blocks that steps in flight use; ``gives_way`` is the latest
+    request where it is left out, to be preempted once it has landed. ``queries`` and ``hits`` count the tokens of
+    admitted requests that were looked up, and found, in the prefix cache.
     """
 
     budget: int
+    journal: PoolJournal
     finished_req_ids: set[str]
+    untold: list[Request]
     continued: list[Request] = field(factory=list)
     admitted: list[Request] = field(factory=list)
     preempted: list[Preempted] = field(factory=list)
-    aborted: list[Request] = field(factory=list)
+    is_short_of_blocks: bool = False
+    gives_way: Request | None = None
     queries: int = 0
     hits: int = 0
     num_scheduled_tokens: dict[str, int] = field(factory=dict)
@@ -44,24 +51,30 @@ class ScheduledStep:
     resumed: list[Request] = field(factory=list)
     new_block_ids: list[BlockIds | None] = field(factory=list)
     num_computed_tokens: list[int] = field(factory=list)
+    num_output_tokens: list[int] = field(factory=list)
 
     def proceed(self, request: Request, num_tokens: int, new_block_ids: BlockIds | None) -> None:
         """Schedule the next ``num_tokens`` of a request that the runner has in its table."""
-        self.continued.append(request)
+        computed, known = request.num_computed_tokens, request.num_tokens
         self.new_block_ids.append(new_block_ids)
-        self.num_computed_tokens.append(request.num_computed_tokens)
+        self.num_computed_tokens.append(computed)
+        self.num_output_tokens.append(known - request.num_prompt_tokens)
         self.num_scheduled_tokens[request.req_id] = num_tokens
-        request.num_computed_tokens += num_tokens
         self.budget -= num_tokens
+        self.continued.append(request)
+        request.num_computed_tokens = computed = computed + num_tokens
+        if computed == known:  # its last token: the step samples the next one
+            request.num_tokens = known + 1
 
     def admit(self, request: Request, num_tokens: int) -> None:
         """Schedule the first ``num_tokens`` of a request that the runner does not have."""
         self.admitted.append(request)
         block_ids = tuple(list(ids) for ids in request.block_ids)
         if request.num_preemptions:
-            self.resumed.append(request)
             self.new_block_ids.append(block_ids)
             self.num_computed_tokens.append(request.num_computed_tokens)
+            self.num_output_tokens.append(request.num_tokens - request.num_prompt_tokens)
+            self.resumed.append(request)
         else:
             self.new_requests.append(
                 NewRequestData(
@@ -73,20 +86,22 @@ class ScheduledStep:
                 )
             )
         self.num_scheduled_tokens[request.req_id] = num_tokens
-        request.num_computed_tokens += num_tokens
         self.budget -= num_tokens
+        request.num_computed_tokens += num_tokens
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_tokens += 1
 
     def close(self, num_common_prefix_blocks: list[int]) -> SchedulerOutput:
         """The step as the runner reads it."""
-        requests = self.continued + self.resumed
         cached = CachedRequestData(
-            req_ids=[request.req_id for request in requests],
+            req_ids=[request.req_id for request in chain(self.continued, self.resumed)],
             resumed_req_ids={request.req_id for request in self.resumed},
             all_token_ids={request.req_id: list(request.token_ids) for request in self.resumed},
             new_block_ids=self.new_block_ids,
             num_computed_tokens=self.num_computed_tokens,
-            num_output_tokens=[len(request.token_ids) - request.num_prompt_tokens for request in requests],
+            num_output_tokens=self.num_output_tokens,
         )
+        preempted = chain((entry.request for entry in self.preempted), self.untold)
         self.output = SchedulerOutput(
             scheduled_new_reqs=self.new_requests,
             scheduled_cached_reqs=cached,
@@ -94,18 +109,25 @@ class ScheduledStep:
             total_num_scheduled_tokens=sum(self.num_scheduled_tokens.values()),
             num_common_prefix_blocks=num_common_prefix_blocks,
             finished_req_ids=self.finished_req_ids,
-            preempted_req_ids={entry.request.req_id for entry in self.preempted},
+            preempted_req_ids={request.req_id for request in preempted},
         )
         return self.output
 
     def check_complete(self, output: ModelRunnerOutput) -> None:
-        """Refuse a runner's output that leaves out a request of this step that is still live.
+        """Refuse a runner's output that leaves out a request of this step that is still live and has no error.
 
         Raises:
             RunnerOutputMismatch: naming the requests.
+            InputRefused: it is no output.
         """
+        if not hasattr(output, "req_id_to_index"):
+            raise InputRefused(
+                f"a step is settled with a ModelRunnerOutput, not a {type(output).__name__}: execute_model() returns "
+                "None where sample_tokens() is to be called, and what that returns has its output in get_output()"
+            )
         known = output.req_id_to_index.keys()
         if not known >= self.num_scheduled_tokens.keys():
+            known = known | output.request_errors.keys()
             live = (
                 request.req_id
                 for request in chain(self.continued, self.admitted)

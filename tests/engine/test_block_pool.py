@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from twostroke.engine.block_pool import BlockPool, chain_hash, root_hash
+from twostroke.engine.block_pool import BlockPool, PoolJournal, chain_hash, root_hash
 
 
 def take_all(pool: BlockPool) -> list[int]:
@@ -135,12 +137,39 @@ def test_rollback_brings_evicted_prefixes_back_in_their_order():
     for index, block in enumerate(blocks):
         pool.publish(block, bytes([index]))
     pool.free(blocks)
-    pool.begin()
+    journal = pool.begin()
     assert pool.allocate(2) == [blocks[2], blocks[1]]
     assert pool.num_cached == 1
-    pool.rollback()
+    pool.rollback(journal)
     assert [pool.lookup(bytes([index])) for index in range(3)] == blocks
     assert [pool.allocate(1) for _ in range(3)] == [[blocks[2]], [blocks[1]], [blocks[0]]]
+
+
+def test_rollback_of_blocks_that_were_written_to_does_not_bring_their_prefixes_back():
+    pool = BlockPool(4)
+    blocks = pool.allocate(3) or []
+    for index, block in enumerate(blocks):
+        pool.publish(block, bytes([index]))
+    pool.free(blocks)
+    journal = pool.begin()
+    assert pool.allocate(1, blocks[:1]) == [blocks[2]]
+    pool.rollback(journal, written=True)
+    assert [pool.lookup(bytes([index])) for index in range(3)] == [*blocks[:2], None]
+    assert pool.num_free == 3
+
+
+def test_a_shared_block_that_its_holder_freed_meanwhile_is_free_after_rollback():
+    pool = BlockPool(3)
+    held = pool.allocate(1) or []
+    pool.publish(held[0], b"a")
+    journal = pool.begin()
+    assert pool.allocate(0, held) == []
+    pool.end()
+    pool.free(held)
+    assert pool.num_free == 1
+    pool.rollback(journal)
+    assert pool.num_free == 2
+    assert pool.allocate(2) == [({1, 2} - {*held}).pop(), *held]
 
 
 def picture(pool: BlockPool, names: list[bytes]) -> tuple[object, ...]:
@@ -148,43 +177,75 @@ def picture(pool: BlockPool, names: list[bytes]) -> tuple[object, ...]:
     return pool.num_free, references, [pool.lookup(name) for name in names]
 
 
-@settings(deadline=None, max_examples=80)
-@given(data=st.data())
-def test_rollback_restores_references_cache_and_the_order_of_eviction(data: st.DataObject):
-    """The same random history with and without an undone part in the middle ends in the same pool."""
-    plain, undone = BlockPool(6), BlockPool(6)
-    held: list[list[int]] = []
-    names: list[bytes] = []
+class History:
+    """Random changes, the same ones in each pool."""
 
-    def change(pools: list[BlockPool], tables: list[list[int]], may_publish: bool) -> None:
-        choice = data.draw(st.sampled_from(["take", "free", "publish"] if may_publish else ["take", "free"]))
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+        self.names: list[bytes] = []
+
+    def change(self, pools: list[BlockPool], tables: list[list[int]], choices: Sequence[str]) -> None:
+        choice = self.data.draw(st.sampled_from(choices))
         if choice == "free" and tables:
-            table = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
+            table = tables.pop(self.data.draw(st.integers(0, len(tables) - 1)))
             for pool in pools:
                 pool.free(table)
         elif choice == "publish" and tables:
-            block = tables[data.draw(st.integers(0, len(tables) - 1))][0]
-            names.append(len(names).to_bytes(2, "big"))
+            block = tables[self.data.draw(st.integers(0, len(tables) - 1))][0]
+            self.names.append(len(self.names).to_bytes(2, "big"))
             for pool in pools:
-                pool.publish(block, names[-1])
+                pool.publish(block, self.names[-1])
         elif choice == "take":
-            found = [block for name in names if (block := pools[0].lookup(name)) is not None]
-            reuse = data.draw(st.lists(st.sampled_from(found), unique=True, max_size=2)) if found else []
-            count = data.draw(st.integers(0 if reuse else 1, 3))
+            found = [block for name in self.names if (block := pools[0].lookup(name)) is not None]
+            reuse = self.data.draw(st.lists(st.sampled_from(found), unique=True, max_size=2)) if found else []
+            count = self.data.draw(st.integers(0 if reuse else 1, 3))
             given_blocks = [pool.allocate(count, reuse) for pool in pools]
             assert all(blocks == given_blocks[0] for blocks in given_blocks)
             if given_blocks[0] is not None:
                 tables.append([*reuse, *given_blocks[0]])
 
-    for _ in range(data.draw(st.integers(0, 10))):
-        change([plain, undone], held, may_publish=True)
-    undone.begin()
-    tables_inside = [list(table) for table in held]
-    for _ in range(data.draw(st.integers(0, 8))):
-        change([undone], tables_inside, may_publish=False)
-    undone.rollback()
-    assert picture(plain, names) == picture(undone, names)
-    for _ in range(data.draw(st.integers(0, 5))):
-        change([plain, undone], held, may_publish=True)
-    assert picture(plain, names) == picture(undone, names)
+    def many(self, pools: list[BlockPool], tables: list[list[int]], *choices: str) -> None:
+        for _ in range(self.data.draw(st.integers(0, 6))):
+            self.change(pools, tables, choices)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_rollback_restores_references_cache_and_the_order_of_eviction(data: st.DataObject):
+    """The same random history with and without two undone parts in the middle ends in the same pool."""
+    plain, undone = BlockPool(6), BlockPool(6)
+    held: list[list[int]] = []
+    history = History(data)
+    history.many([plain, undone], held, "take", "free", "publish")
+    tables_inside = list(held)
+    first = undone.begin()
+    history.many([undone], tables_inside, "take", "free")
+    undone.end()
+    second = undone.begin()
+    history.many([undone], tables_inside, "take", "free")
+    undone.rollback(second)
+    undone.rollback(first)
+    assert picture(plain, history.names) == picture(undone, history.names)
+    history.many([plain, undone], held, "take", "free", "publish")
+    assert picture(plain, history.names) == picture(undone, history.names)
     assert take_all(plain) == take_all(undone)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_rollback_keeps_what_others_freed_and_published_meanwhile(data: st.DataObject):
+    plain, undone = BlockPool(8), BlockPool(8)
+    held: list[list[int]] = []
+    history = History(data)
+    history.many([plain, undone], held, "take", "publish")
+    tables_inside, others = held[::2], held[1::2]
+    journals: list[PoolJournal] = []
+    for _ in range(2):
+        journals.append(undone.begin())
+        history.many([undone], tables_inside, "take", "free")
+        undone.end()
+        history.many([plain, undone], others, "free", "publish")
+    for journal in reversed(journals):
+        undone.rollback(journal)
+    assert picture(plain, history.names) == picture(undone, history.names)
+    assert sorted(take_all(plain)) == sorted(take_all(undone))

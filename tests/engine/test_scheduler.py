@@ -200,12 +200,10 @@ def test_calls_out_of_order_are_refused_and_change_nothing():
     subject = scheduler()
     subject.add_request("a", [1, 2], SamplingParams())
     with pytest.raises(StepStateError, match="no step is in flight") as caught:
-        subject.rollback(SchedulerOutput.make_empty())
+        subject.rollback(SchedulerOutput(finished_req_ids={"b"}))
     assert (caught.value.call, caught.value.allowed) == ("rollback", ("schedule",))
     output = subject.schedule()
-    with pytest.raises(StepStateError, match="step with 1 requests is in flight"):
-        subject.schedule()
-    with pytest.raises(StepStateError, match="not the output of the latest schedule"):
+    with pytest.raises(StepStateError, match="not the output of a step in flight"):
         subject.update_from_output(evolve(output), ran(output, {"a": [3]}))
     assert len(subject.update_from_output(output, ran(output, {"a": [3]}))) == 1
     with pytest.raises(StepStateError, match="settled once"):
