@@ -7,11 +7,13 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from ..fsm import StageTimes, TwoStrokeError
 from ..stages.sampling_params import SamplingParams
+from .cli_recording import recorded, require_rich
 from .cli_report import Report
 from .cli_view import View, choose_view
 from .config import EngineConfig, InvalidConfig
@@ -19,8 +21,11 @@ from .loop_admission import Prompt
 from .loop_handle import RequestHandle
 from .model_runner import ModelRunner, build_runner
 from .outputs import RequestOutput
+from .plugins import split_extra, split_stage
 from .serving_loop import ServingLoop
+from .watch import Watcher
 
+_MOST_THREADS = 4096
 DEMO_PROMPTS = (
     "Explain what a finite-state machine is to a child.",
     "Write a short poem about two-stroke engines.",
@@ -38,24 +43,39 @@ def generate(args: argparse.Namespace) -> int:
     texts = _texts(args)
     params = [_params(args, index) for index in range(len(texts))]
     if args.num_threads is not None:
-        if args.num_threads < 1:
-            raise InvalidConfig(f"--num-threads must be at least 1, got {args.num_threads}")
+        if not 1 <= args.num_threads <= _MOST_THREADS:
+            raise InvalidConfig(f"--num-threads must be between 1 and {_MOST_THREADS}, got {args.num_threads}")
         torch.set_num_threads(args.num_threads)
+    if args.watch:
+        require_rich()
     config = EngineConfig(
         model=args.model,
         device=args.device,
         dtype=args.dtype,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        async_scheduling=not args.sync,
+        stages=map(split_stage, args.stage),
     )
     started = time.monotonic()
     runner = build_runner(config)
     load_seconds = time.monotonic() - started
     try:
-        view = choose_view(texts, args.max_tokens * len(texts), plain=args.plain)
-        return _run(runner, _prompts(args, texts), params, view, load_seconds)
+        watcher = Watcher() if args.watch else None
+        view = _view(texts, args, watcher)
+        with recorded(runner, args, watcher):
+            return _run(runner, _prompts(args, texts), params, view, load_seconds)
     finally:
         runner.shutdown()
+
+
+def _view(texts: Sequence[str], args: argparse.Namespace, watcher: Watcher | None) -> View:
+    total = args.max_tokens * len(texts)
+    if watcher is None:
+        return choose_view(texts, total, plain=args.plain)
+    from .cli_watch import WatchView
+
+    return WatchView(texts, total, watcher)
 
 
 def _run(
@@ -108,10 +128,17 @@ async def _follow(index: int, handle: RequestHandle, view: View) -> RequestOutpu
 def _texts(args: argparse.Namespace) -> list[str]:
     lines: list[str] = []
     if args.prompts_file is not None:
-        lines = [line for line in args.prompts_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in _read(args.prompts_file).splitlines() if line.strip()]
         if not lines and not args.prompt:
             raise InvalidConfig(f"{args.prompts_file} holds no prompts; write one a line")
     return [*args.prompt, *lines] or list(DEMO_PROMPTS)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(f"{file} is not UTF-8 text: {error}") from error
 
 
 def _params(args: argparse.Namespace, index: int) -> SamplingParams:
@@ -119,8 +146,10 @@ def _params(args: argparse.Namespace, index: int) -> SamplingParams:
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
-        seed=args.seed + index,  # of its own, or all prompts would draw the same luck
+        # Of its own, or all prompts would draw the same luck; beyond 64 bits it starts over.
+        seed=(args.seed + index) % 2**64 if index else args.seed,
         stop=args.stop,
+        extra=dict(map(split_extra, args.extra)),
     )
 
 

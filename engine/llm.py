@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Self
 
 from ..stages.errors import InvalidSamplingParams
@@ -26,6 +27,7 @@ class LLM:
 
     Args:
         model: a Hugging Face folder or hub id, a GGUF file, or "smollm2" for the packaged model.
+        async_scheduling: start each step before the last one's tokens have arrived; False waits for them.
         overrides: any other field of :class:`EngineConfig`.
 
     Raises:
@@ -33,8 +35,8 @@ class LLM:
         InvalidConfig: a setting that cannot work.
     """
 
-    def __init__(self, model: str = "smollm2", **overrides: Any) -> None:
-        self.runner = build_runner(EngineConfig(model=model, **overrides))
+    def __init__(self, model: str = "smollm2", *, async_scheduling: bool = True, **overrides: Any) -> None:
+        self.runner = build_runner(EngineConfig(model=model, async_scheduling=async_scheduling, **overrides))
         self.loop = ServingLoop(self.runner).start()
         # Also when it is garbage, or the program ends.
         self._close = weakref.finalize(self, _shut, self.loop, self.runner)
@@ -90,15 +92,17 @@ class LLM:
 
 def as_prompts(prompts: Prompts) -> list[Prompt]:
     """A list of prompts, from one prompt or several."""
-    if isinstance(prompts, (str, Mapping)) or is_chat(prompts):
+    if isinstance(prompts, (str, Mapping)) or is_chat(prompts) or not isinstance(prompts, Iterable):
         return [prompts]
     several: list[Any] = list(prompts)
-    return [several] if several and all(isinstance(token, int) for token in several) else several
+    return [several] if several and all(isinstance(token, Integral) for token in several) else several
 
 
 def _params_for(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise InvalidSamplingParams("sampling_params", f"must be SamplingParams, or a list of them, got {params!r:.80}")
     if len(params) != len(prompts):
         raise InvalidSamplingParams("sampling_params", f"{len(params)} were given for {len(prompts)} prompts")
     return params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 from attrs import evolve, frozen
@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from ..stages.errors import InvalidSamplingParams
 from ..stages.sampling_params import SamplingParams
 from .scheduler_records import RequestRefused
+from .tokenizer import InvalidText
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages (``role`` and ``content``), ``{"prompt": …}`` or ``{"prompt_token_ids": …}``."""
@@ -49,6 +50,7 @@ class Admissions:
         chat_template: None when the model has none.
         eos_token_ids: the model's end-of-sequence ids.
         vocab_size: token ids are below this.
+        check: raises InvalidSamplingParams for parameters that the runner would refuse.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Admissions:
         chat_template: ChatRenderer | None,
         eos_token_ids: Iterable[int],
         vocab_size: int,
+        check: Callable[[SamplingParams], object] = lambda params: None,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
+        self._check = check
 
     def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Admission:
         """Tokenize and check.
@@ -70,12 +74,17 @@ class Admissions:
             RequestRefused: a prompt that can't be understood, or needs a tokenizer or chat template that isn't there.
             InvalidSamplingParams: parameters that don't fit the vocabulary, or each other.
         """
+        if not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestRefused(repr(request_id), "the id of a request must be a string")
+        if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidSamplingParams("sampling_params", f"must be SamplingParams, got {params!r:.80}")
         text, token_ids = self._tokens(request_id, prompt)
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 reason = f"token id {token} of the prompt is outside the vocabulary of {self._vocab_size}"
                 raise RequestRefused(request_id, reason)
         completed = self._completed(params).checked_for(self._vocab_size)
+        self._check(completed)
         return Admission(prompt=text, prompt_token_ids=token_ids, children=_children(completed))
 
     def _tokens(self, request_id: str, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
@@ -93,7 +102,10 @@ class Admissions:
     def _encode(self, request_id: str, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             raise RequestRefused(request_id, "there is no tokenizer; give the prompt as token ids")
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except InvalidText as error:
+            raise RequestRefused(request_id, f"its prompt {error}") from error
 
     def _completed(self, params: SamplingParams) -> SamplingParams:
         """With the end-of-sequence ids and the tokens of the bad words, both from the tokenizer's side."""
@@ -112,7 +124,10 @@ class Admissions:
         if self._tokenizer is None:
             raise InvalidSamplingParams("bad_words", "needs a tokenizer; give bad_words_token_ids")
         spellings = (text for word in words for text in (word, " " + word.lstrip()))
-        encoded = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
+        try:
+            encoded = [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings]
+        except InvalidText as error:
+            raise InvalidSamplingParams("bad_words", str(error)) from error
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
 

@@ -39,11 +39,14 @@ class _Completion:
     has_news: bool = False
 
     def add(self, piece: Piece) -> None:
-        if piece.text:
-            self.texts.append(piece.text)
-        self.token_ids.extend(piece.token_ids)
-        self.logprobs.extend(piece.logprobs)
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        text, token_ids, logprobs, finish_reason, stop_reason = piece
+        if text:
+            self.texts.append(text)
+        self.token_ids.extend(token_ids)
+        if logprobs:
+            self.logprobs.extend(logprobs)
+        if finish_reason is not None:
+            self.finish_reason, self.stop_reason = finish_reason, stop_reason
         self.has_news = True
 
     def take_delta(self) -> CompletionOutput:
@@ -84,9 +87,11 @@ class RequestHandle:
         self._completions = [_Completion(index, with_logprobs) for index in range(len(child_ids))]
         self._close = close
         self._error: Exception | None = None
+        self._has_tokens = False
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
         self._end = threading.Condition(self._lock)  # apart, so that who waits for it sleeps through the deltas
+        self._num_readers = 0  # threads that wait for news; nobody is woken where there are none
         self._waiters: list[asyncio.Future[None]] = []
 
     @property
@@ -122,7 +127,11 @@ class RequestHandle:
 
     def __next__(self) -> RequestOutput:
         with self._lock:
-            self._news.wait_for(self._has_news)
+            self._num_readers += 1
+            try:
+                self._news.wait_for(self._has_news)
+            finally:
+                self._num_readers -= 1
             delta = self._take_delta()
         if delta is None:
             raise StopIteration
@@ -159,12 +168,14 @@ class RequestHandle:
             if completion.finish_reason is not None:
                 return
             completion.add(piece)
-            metrics = self._output.metrics
-            if piece.token_ids and metrics.first_token_time is None:
-                self._output = evolve(self._output, metrics=evolve(metrics, first_token_time=time.monotonic()))
+            if not self._has_tokens and piece.token_ids:
+                self._has_tokens = True
+                metrics = evolve(self._output.metrics, first_token_time=time.monotonic())
+                self._output = evolve(self._output, metrics=metrics)
             if piece.finish_reason is not None and all(other.finish_reason for other in self._completions):
                 self._finish()
-            self._notify()
+            if self._num_readers or self._waiters:
+                self._notify()
 
     def describe(self, **facts: object) -> None:
         """Fill in ``prompt_logprobs`` or ``num_cached_tokens``."""

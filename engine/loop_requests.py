@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from attrs import define
 
 from ..stages.errors import RequestFailed
 from ..stages.io import LogprobsLists
+from .loop_grammar import GrammarProvider
 from .loop_handle import Piece, RequestHandle
 from .loop_text import OutputText
 from .outputs import FinishName, Logprob, PositionLogprobs
@@ -21,14 +22,17 @@ class _Completion:
     handle: RequestHandle
     index: int
     text: OutputText
-    added_at: int
     is_new: bool = True
 
 
 class LiveRequests:
-    """Requests by their id and completions by theirs, both only while they live. The serving loop's lock guards it."""
+    """Requests by their id and completions by theirs, both only while they live. The serving loop's lock guards it.
 
-    def __init__(self) -> None:
+    ``grammar`` hears of every token and every end.
+    """
+
+    def __init__(self, grammar: GrammarProvider) -> None:
+        self._grammar = grammar
         self._handles: dict[str, RequestHandle] = {}
         self._completions: dict[str, _Completion] = {}
 
@@ -43,11 +47,11 @@ class LiveRequests:
         """The live request of that id."""
         return self._handles.get(request_id)
 
-    def add(self, handle: RequestHandle, texts: Sequence[OutputText], step: int) -> None:
-        """Take in a request, with the text of each completion; ``step`` is the latest that was scheduled."""
+    def add(self, handle: RequestHandle, texts: Sequence[OutputText]) -> None:
+        """Take in a request, with the text of each completion."""
         self._handles[handle.request_id] = handle
         for index, (child_id, text) in enumerate(zip(handle.child_ids, texts, strict=True)):
-            self._completions[child_id] = _Completion(handle, index, text, added_at=step)
+            self._completions[child_id] = _Completion(handle, index, text)
 
     def end(self, handle: RequestHandle, finish_reason: FinishName, error: Exception | None = None) -> tuple[str, ...]:
         """Finish a request before its time. Returns the ids for the scheduler to drop; none if it is not live."""
@@ -56,24 +60,9 @@ class LiveRequests:
         del self._handles[handle.request_id]
         ended = tuple(child_id for child_id in handle.child_ids if self._is_of(child_id, handle))
         for child_id in ended:
-            del self._completions[child_id]
+            self._forget(child_id)
         handle.end(finish_reason, error)
         return ended
-
-    def fail(self, req_ids: Iterable[str], step: int, cause: Exception) -> list[str]:
-        """End the requests that had these ids in ``step``, each with an error of its own, chained to ``cause``.
-
-        An id may meanwhile be that of another request, which was added when the step was under way: it is spared.
-        Returns the ids for the scheduler to drop.
-        """
-        dropped: list[str] = []
-        for req_id in req_ids:
-            completion = self._completions.get(req_id)
-            if completion is not None and completion.added_at < step:
-                error = RequestFailed(completion.handle.request_id, str(cause))
-                error.__cause__ = cause
-                dropped += self.end(completion.handle, "error", error)
-        return dropped
 
     def handles(self) -> tuple[RequestHandle, ...]:
         """Every live request."""
@@ -89,20 +78,33 @@ class LiveRequests:
             return ()
         if update.error is not None:
             return self.end(completion.handle, "error", update.error)
+        try:
+            self._grammar.accept(update.req_id, update.new_token_ids)
+        except Exception as error:
+            failure = RequestFailed(update.req_id, f"its grammar failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return self.end(completion.handle, "error", failure)
         piece = _piece(update, completion.text)
-        if completion.is_new and completion.index == 0:
-            self._describe(update, completion.handle)
-        completion.is_new = False
-        if piece.finish_reason is not None:
-            self._remove(update.req_id, completion.handle)
+        if completion.is_new:
+            completion.is_new = False
+            if completion.index == 0:
+                self._describe(update, completion.handle)
+        if piece.finish_reason is None:
+            completion.handle.put(completion.index, piece)
+            return ()
+        self._remove(update.req_id, completion.handle)
         completion.handle.put(completion.index, piece)
-        return (update.req_id,) if piece.finish_reason is not None and update.finish_reason is None else ()
+        return (update.req_id,) if update.finish_reason is None else ()
 
     def _remove(self, child_id: str, handle: RequestHandle) -> None:
         """Before the consumer can see the end, so that it may use the id again at once."""
-        del self._completions[child_id]
+        self._forget(child_id)
         if not any(self._is_of(sibling, handle) for sibling in handle.child_ids):
             del self._handles[handle.request_id]
+
+    def _forget(self, child_id: str) -> None:
+        del self._completions[child_id]
+        self._grammar.release(child_id)
 
     def _is_of(self, child_id: str, handle: RequestHandle) -> bool:
         """Whether a completion lives; one that has finished may have left its id to another request."""
@@ -132,18 +134,12 @@ def position_logprobs(table: LogprobsLists) -> list[PositionLogprobs]:
 
 
 def _piece(update: RequestUpdate, text: OutputText) -> Piece:
-    token_ids = update.new_token_ids
-    shown, count = text.extend(
-        token_ids,
-        ends_with_stop_token=update.finish_reason is FinishReason.STOP,
-        is_last=update.finish_reason is not None,
-    )
-    stopped = text.matched is not None
-    ended: FinishName | None = update.finish_reason.value if update.finish_reason is not None else None
-    return Piece(
-        text=shown,
-        token_ids=token_ids[:count],
-        logprobs=position_logprobs(update.logprobs)[:count] if update.logprobs is not None else (),
-        finish_reason="stop" if stopped else ended,
-        stop_reason=text.matched if stopped else update.stop_reason,
-    )
+    token_ids, reason = update.new_token_ids, update.finish_reason
+    if reason is None:
+        shown, count = text.extend(token_ids)
+    else:
+        shown, count = text.extend(token_ids, ends_with_stop_token=reason is FinishReason.STOP, is_last=True)
+    logprobs = position_logprobs(update.logprobs) if update.logprobs is not None else ()
+    if text.matched is not None:
+        return Piece(shown, token_ids[:count], logprobs[:count], "stop", text.matched)
+    return Piece(shown, token_ids, logprobs, None if reason is None else reason.value, update.stop_reason)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from ..stages.sampling_params import SamplingParams
 from .stop_strings import StopStrings
+from .tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class Detokenizer(Protocol):
@@ -29,7 +30,9 @@ class OutputText(Protocol):
         """The stop string that ended it, or None."""
         ...
 
-    def extend(self, token_ids: Sequence[int], *, ends_with_stop_token: bool, is_last: bool) -> tuple[str, int]:
+    def extend(
+        self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False, is_last: bool = False
+    ) -> tuple[str, int]:
         """The text to show now, and how many of the tokens belong to it (a stop string may cut some off).
 
         The text of a stop token is left out unless ``include_stop_str_in_output``.
@@ -37,8 +40,11 @@ class OutputText(Protocol):
         ...
 
 
-def output_text(detokenizer: Detokenizer, params: SamplingParams) -> OutputText:
-    """What a request with these parameters needs."""
+def text_of(params: SamplingParams, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> OutputText:
+    """What a request with these parameters needs, after this prompt."""
+    if tokenizer is None or not params.detokenize:
+        return NoText()
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens)
     return StoppableText(detokenizer, params) if params.stop else PlainText(detokenizer, params)
 
 
@@ -47,7 +53,9 @@ class NoText:
 
     matched: str | None = None
 
-    def extend(self, token_ids: Sequence[int], *, ends_with_stop_token: bool, is_last: bool) -> tuple[str, int]:
+    def extend(
+        self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False, is_last: bool = False
+    ) -> tuple[str, int]:
         """No text; every token counts."""
         return "", len(token_ids)
 
@@ -61,11 +69,15 @@ class PlainText:
         self._detokenizer = detokenizer
         self._keep_stop_token = params.include_stop_str_in_output
 
-    def extend(self, token_ids: Sequence[int], *, ends_with_stop_token: bool, is_last: bool) -> tuple[str, int]:
+    def extend(
+        self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False, is_last: bool = False
+    ) -> tuple[str, int]:
         """The text that is complete; at the end, all of it."""
+        if not is_last:
+            return self._detokenizer.append(token_ids), len(token_ids)
         hidden = ends_with_stop_token and not self._keep_stop_token
         text = self._detokenizer.append(token_ids[:-1] if hidden else token_ids)
-        return text + self._detokenizer.flush() if is_last else text, len(token_ids)
+        return text + self._detokenizer.flush(), len(token_ids)
 
 
 class StoppableText:
@@ -82,7 +94,9 @@ class StoppableText:
         """The stop string that ended the text, or None."""
         return self._stops.matched
 
-    def extend(self, token_ids: Sequence[int], *, ends_with_stop_token: bool, is_last: bool) -> tuple[str, int]:
+    def extend(
+        self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False, is_last: bool = False
+    ) -> tuple[str, int]:
         """Token by token, since those after a stop string do not count."""
         hidden = ends_with_stop_token and not self._keep_stop_token
         shown = ""

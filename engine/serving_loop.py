@@ -6,21 +6,23 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar, get_args
 
-from ..fsm import InputRefused, LifeState, StageFailed, StepState, TwoStrokeError
-from ..stages.errors import InvalidSchedulerOutput
-from ..stages.io import SchedulerOutput
+from ..fsm import InputRefused, LifeState, TwoStrokeError
 from ..stages.sampling_params import SamplingParams
 from .loop_admission import Admission, Admissions, Prompt
+from .loop_grammar import GrammarProvider, NoGrammar
 from .loop_handle import RequestHandle
+from .loop_jobs import Job, PauseMode
 from .loop_requests import LiveRequests
-from .loop_text import NoText, OutputText, output_text
+from .loop_setup import depth_for, scheduler_for
+from .loop_steps import StepLoop
+from .loop_text import text_of
 from .outputs import RequestMetrics, RequestOutput
-from .scheduler import RequestRefused, Scheduler, SchedulerConfig
-from .tokenizer import IncrementalDetokenizer
+from .scheduler import RequestRefused, Scheduler
 
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
@@ -28,14 +30,15 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_PARAMS = SamplingParams()
+T = TypeVar("T")
 
 
 class ServingLoopDown(TwoStrokeError, RuntimeError):
     """The loop does not run: not started, stopped, or dead; ``__cause__`` is what it died of."""
 
 
-class SchedulerStalled(TwoStrokeError, RuntimeError):
-    """The scheduler says that there is work, and gives a step without any."""
+class LoopThreadError(TwoStrokeError, RuntimeError):
+    """A call that would wait for itself."""
 
 
 class LoopState(StrEnum):
@@ -51,20 +54,32 @@ class ServingLoop:
     """Adds, aborts and streams requests from any thread, while its own thread steps the runner.
 
     A request's error goes to that request: a refusal is raised by :meth:`add`, a failure by its stream. A step that
-    fails takes its requests with it and nobody else. Anything unexpected, or a runner that can't go on, ends the loop:
-    every stream raises :class:`ServingLoopDown` with the cause, and so does :meth:`add` from then on.
+    fails is run in parts until it is known who is to blame; the others get their tokens. Anything unexpected, or a
+    runner that can't go on, ends the loop: every stream raises :class:`ServingLoopDown` with the cause, and so does
+    :meth:`add` from then on.
 
     Args:
         runner: ready to step; the loop is the only one to step it, and does not shut it down.
         scheduler: None for the reference scheduler with the runner's limits.
         tokenizer: None for the model's own.
+        depth: how many steps may be in flight; with 1, each is waited for before the next is scheduled. None for 2
+            where the runner's outputs are asynchronous, 1 where they are not.
+        grammar: says which tokens constrained requests may get; None for no constraints.
     """
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler | None = None, tokenizer: Tokenizer | None = None
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        depth: int | None = None,
+        grammar: GrammarProvider | None = None,
     ) -> None:
         self.runner = runner
+        grammar = grammar or NoGrammar()
         self.scheduler = scheduler or scheduler_for(runner)
+        self.depth = depth_for(runner, depth)
         loaded = runner.loaded
         self._tokenizer = tokenizer or (loaded.tokenizer if loaded is not None else None)
         self._admissions = Admissions(
@@ -72,14 +87,18 @@ class ServingLoop:
             loaded.chat_template if loaded is not None else None,
             loaded.eos_token_ids if loaded is not None else (),
             runner.spec.vocab_size,
+            runner.check_params,
         )
-        self._live = LiveRequests()
+        self._live = LiveRequests(grammar)
         self._state = LoopState.CREATED
         self._cause: BaseException | None = None
         self._numbers = itertools.count()
-        self._step_number = 0
-        # Guards everything above and the scheduler; told when there is something to do.
+        self._jobs: deque[Job] = deque()
+        self._pause: PauseMode | None = None
+        self._is_paused = False  # the pause has taken effect
+        # Guards everything above and the scheduler; told when there is something to do, and when a pause takes effect.
         self._changed = threading.Condition()
+        self._steps = StepLoop(runner, self.scheduler, self._live, grammar, depth=self.depth, lock=self._changed)
         self._thread = threading.Thread(target=self._run, name="twostroke-serving-loop", daemon=True)
 
     # ---- for any thread
@@ -91,13 +110,19 @@ class ServingLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are being served."""
-        return self._state is LoopState.RUNNING and self._thread.is_alive()
+        """Whether requests are being served, or will be after a pause or the runner's sleep."""
+        can_step = self.runner.life in (LifeState.READY, LifeState.ASLEEP)
+        return can_step and self._state is LoopState.RUNNING and self._thread.is_alive()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a pause has taken effect."""
+        return self._is_paused
 
     @property
     def num_steps(self) -> int:
         """Steps so far; those count too that only told the runner who has finished."""
-        return self._step_number
+        return self._steps.num_steps
 
     @property
     def num_live_requests(self) -> int:
@@ -126,7 +151,7 @@ class ServingLoop:
                 self._state = LoopState.STOPPED
                 for handle in self._live.handles():
                     self.scheduler.finish_requests(self._live.end(handle, "abort"))
-                self._changed.notify()
+                self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -147,19 +172,20 @@ class ServingLoop:
             ServingLoopDown: the loop is not running.
         """
         arrival_time = time.monotonic()
+        self._require_running()
         if request_id is None:
             request_id = next(name for number in self._numbers if (name := f"request-{number}") not in self._live)
         admission = self._admissions.prepare(request_id, prompt, params)
         handle = self._handle(request_id, admission, arrival_time)
-        texts = [self._text(admission, child) for child in admission.children]
+        texts = [text_of(child, self._tokenizer, admission.prompt_token_ids) for child in admission.children]
         with self._changed:
             self._require_running()
             for req_id in (request_id, *handle.child_ids):
                 if req_id in self._live:
                     raise RequestRefused(request_id, f"the id {req_id!r} is in use by a live request; choose another")
             self._schedule_children(handle, admission)
-            self._live.add(handle, texts, self._step_number)
-            self._changed.notify()
+            self._live.add(handle, texts)
+            self._changed.notify_all()
         return handle
 
     def abort(self, request_id: str) -> bool:
@@ -168,10 +194,67 @@ class ServingLoop:
             handle = self._live.get(request_id)
             return handle is not None and self._end(handle)
 
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop stepping; returns when nothing is in flight. Requests may still be added: they wait for :meth:`resume`.
+
+        "abort" ends every live request with finish reason "abort"; with "wait", requests that have begun finish first;
+        "keep" leaves them where they are. Idempotent; another mode takes the place of the one before.
+
+        Raises:
+            ServingLoopDown: the loop is not running, or stops meanwhile.
+            LoopThreadError: called on the loop's own thread.
+            InputRefused: another mode.
+        """
+        if mode not in get_args(PauseMode):
+            raise InputRefused(f"pause mode {mode!r}: use one of {', '.join(get_args(PauseMode))}")
+        self._require_other_thread("pause")
+        with self._changed:
+            self._require_running()
+            if mode == "abort":
+                for handle in self._live.handles():
+                    self._end(handle)
+            if mode != self._pause:
+                self._pause, self._is_paused = mode, False
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._is_paused or self._pause != mode or self._state is not LoopState.RUNNING
+            )
+            self._require_running()
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`: no request has lost a token. Idempotent.
+
+        Where the runner slept meanwhile, requests are computed anew from their tokens.
+        """
+        with self._changed:
+            self._pause, self._is_paused = None, False
+            self._changed.notify_all()
+
+    def between_steps(self, fn: Callable[[], T], *, recompute: bool = False) -> T:
+        """Run ``fn`` on the loop's thread while no step is open and none in flight; gives what it returns.
+
+        This is how a runner is changed while it serves: ``runner.sleep``, ``wake_up``, ``update_weights``, edits of its
+        stages. No step starts while the runner is asleep. Requests whose keys and values it gave away are computed anew
+        from their tokens; with ``recompute``, all are, and cached prefixes forgotten: for new weights, whose keys and
+        values are not to mix with the old ones.
+
+        Raises:
+            ServingLoopDown: the loop is not running.
+            LoopThreadError: called on the loop's own thread.
+            Exception: whatever ``fn`` raised; the loop goes on.
+        """
+        self._require_other_thread("between_steps")
+        job = Job(fn, recompute)
+        with self._changed:
+            self._require_running()
+            self._jobs.append(job)
+            self._changed.notify_all()
+        return job.result()
+
     def _end(self, handle: RequestHandle) -> bool:
         child_ids = self._live.end(handle, "abort")
         self.scheduler.finish_requests(child_ids)
-        self._changed.notify()
+        self._changed.notify_all()
         return bool(child_ids)
 
     def _close(self, handle: RequestHandle) -> None:
@@ -201,11 +284,9 @@ class ServingLoop:
         with_logprobs = admission.children[0].logprobs is not None
         return RequestHandle(blank, child_ids, with_logprobs=with_logprobs, close=self._close)
 
-    def _text(self, admission: Admission, params: SamplingParams) -> OutputText:
-        if self._tokenizer is None or not params.detokenize:
-            return NoText()
-        prompt_ids, skip = admission.prompt_token_ids, params.skip_special_tokens
-        return output_text(IncrementalDetokenizer(self._tokenizer, prompt_ids, skip_special_tokens=skip), params)
+    def _require_other_thread(self, call: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise LoopThreadError(f"{call}() waits for the loop's thread, so it can't be called on it; use another one")
 
     def _require_running(self) -> None:
         if self._state is not LoopState.RUNNING:
@@ -226,48 +307,35 @@ class ServingLoop:
 
     def _run(self) -> None:
         try:
-            while self._step():
+            while self._serve():
                 pass
         except BaseException as error:
             self._die(error)
 
-    def _step(self) -> bool:
-        """Wait for work and do one step of it. False once stopped, and the runner was told of every request's end."""
+    def _serve(self) -> bool:
+        """Wait for something to do, and do some of it. False once stopped, with nothing left to tell the runner."""
         with self._changed:
-            self._changed.wait_for(lambda: self.scheduler.has_work() or self._state is not LoopState.RUNNING)
-            if not self.scheduler.has_work():
-                return False
-            scheduled = self._schedule()
-        try:
-            output = self.runner.execute_model(scheduled)
-            if output is None:
-                output = self.runner.sample_tokens().get_output()
-        except (StageFailed, InputRefused) as error:
-            self._fail_step(scheduled, error)
+            self._changed.wait_for(self._has_something_to_do)
+            num_jobs, is_stopped = len(self._jobs), self._state is not LoopState.RUNNING
+            mode = None if is_stopped else self._pause
+        may_step = not num_jobs and mode != "keep" and self.runner.life is not LifeState.ASLEEP
+        if may_step and self._steps.turn(admit_new=mode is None and not is_stopped):
             return True
+        self._steps.settle()
+        for _ in range(num_jobs):
+            self._jobs.popleft().run(self._steps.recompute)
         with self._changed:
-            for update in self.scheduler.update_from_output(scheduled, output):
-                if dropped := self._live.deliver(update):
-                    self.scheduler.finish_requests(dropped)
-        return True
+            if mode is not None and mode == self._pause and not num_jobs:
+                self._is_paused = True
+                self._changed.notify_all()
+        return num_jobs > 0 or not is_stopped
 
-    def _schedule(self) -> SchedulerOutput:
-        scheduled = self.scheduler.schedule()
-        if not (scheduled.num_scheduled_tokens or scheduled.finished_req_ids or scheduled.preempted_req_ids):
-            raise SchedulerStalled("the scheduler has work, but scheduled nothing and finished nothing")
-        self._step_number += 1
-        return scheduled
-
-    def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
-        """Undo a step and fail its requests; everyone else goes on, if the runner can."""
-        if self.runner.state is StepState.FORWARDED:
-            self.runner.rollback()
-        with self._changed:
-            self.scheduler.rollback(scheduled)
-            failed = self._live.fail(_blamed(scheduled, error), self._step_number, error)
-            self.scheduler.finish_requests(failed)
-        if self.runner.life is LifeState.FAULTED or not scheduled.num_scheduled_tokens:
-            raise error
+    def _has_something_to_do(self) -> bool:
+        if self._jobs or self._steps.num_in_flight or self._state is not LoopState.RUNNING:
+            return True
+        if self._pause is not None:
+            return not self._is_paused
+        return self.scheduler.has_work() and self.runner.life is not LifeState.ASLEEP
 
     def _die(self, error: BaseException) -> None:
         _LOG.error("the serving loop died; every live request fails", exc_info=error)
@@ -275,29 +343,6 @@ class ServingLoop:
             self._state, self._cause = LoopState.DEAD, error
             for handle in self._live.handles():
                 self._live.end(handle, "error", self._down())
-
-
-def scheduler_for(runner: ModelRunner) -> Scheduler:
-    """The reference scheduler with a runner's limits."""
-    config = runner.config
-    max_model_len, num_kv_blocks = config.max_model_len, config.num_kv_blocks
-    assert isinstance(max_model_len, int), "the configuration of a loaded runner is resolved"
-    assert isinstance(num_kv_blocks, int), "the configuration of a loaded runner is resolved"
-    return Scheduler(
-        SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            num_kv_blocks=num_kv_blocks,
-            block_sizes=tuple(group.block_size for group in runner.kv_groups),
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-    )
-
-
-def _blamed(scheduled: SchedulerOutput, error: Exception) -> Collection[str]:
-    """The one request that a refusal names, or everyone in the step."""
-    in_step = scheduled.num_scheduled_tokens
-    if isinstance(error, InvalidSchedulerOutput) and error.req_id is not None and error.req_id in in_step:
-        return (error.req_id,)
-    return tuple(in_step)
+            for job in self._jobs:
+                job.refuse(self._down())
+            self._changed.notify_all()

@@ -21,6 +21,7 @@ class StopStrings:
         self._include_in_output = include_in_output
         self._beginnings = frozenset(stop[:end] for stop in stops for end in range(1, len(stop)))
         self._longest_beginning = max(map(len, self._beginnings), default=0)
+        self._first_letters = frozenset(stop[0] for stop in stops)
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text, or None."""
@@ -45,4 +46,6 @@ class StopStrings:
 
     def _held_length(self, text: str) -> int:
         longest = min(len(text), self._longest_beginning)
+        if not longest or self._first_letters.isdisjoint(text[-longest:]):
+            return 0
         return next((size for size in range(longest, 0, -1) if text[-size:] in self._beginnings), 0)

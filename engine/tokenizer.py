@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ _LONGEST_WAIT = 64
 
 class TokenizerError(TwoStrokeError, ValueError):
     """A tokenizer that is missing, broken, or of a kind that is not supported."""
+
+
+class InvalidText(TwoStrokeError, ValueError):
+    """A text that has no token ids."""
 
 
 def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
@@ -37,6 +42,17 @@ def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise TokenizerError(f"{path} must hold a JSON object, got {type(config).__name__}")
     return config
+
+
+@contextmanager
+def _refusing(problem: str) -> Iterator[None]:
+    """Whatever building a tokenizer raises is the fault of its files; the library's panics are not even Exceptions."""
+    try:
+        yield
+    except (TwoStrokeError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"{problem}: {error}") from error
 
 
 class Tokenizer:
@@ -66,10 +82,8 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; make one with transformers: "
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
-        try:
+        with _refusing(f"{path} cannot be read"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
-            raise TokenizerError(f"{path} cannot be read: {error}") from error
         config = read_tokenizer_config(folder)
         eos, bos = (_id_of(backend, config.get(name)) for name in ("eos_token", "bos_token"))
         return cls(backend, eos_token_id=eos, bos_token_id=bos)
@@ -83,8 +97,10 @@ class Tokenizer:
         """
         from .loading.gguf_tokenizer import build_backend
 
+        with _refusing("the tokenizer in the GGUF file is malformed"):
+            backend = build_backend(metadata)
         return cls(
-            build_backend(metadata),
+            backend,
             eos_token_id=metadata.get("tokenizer.ggml.eos_token_id"),
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         )
@@ -95,7 +111,15 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with ``add_special_tokens`` as the model wants a prompt (a beginning of sequence …)."""
+        """Token ids of a text; with ``add_special_tokens`` as the model wants a prompt (a beginning of sequence …).
+
+        Raises:
+            InvalidText: not a string, or one with half a surrogate pair, which no UTF-8 can hold.
+        """
+        try:
+            text.encode()
+        except (AttributeError, UnicodeEncodeError) as error:
+            raise InvalidText(f"cannot be tokenized: expected a string of whole characters ({error})") from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -145,7 +169,8 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete; an unfinished character waits for its other bytes."""
-        return "".join(self._steps.step(token_id) for token_id in token_ids if token_id not in self._skipped)
+        texts = [self._steps.step(token_id) for token_id in token_ids if token_id not in self._skipped]
+        return texts[0] if len(texts) == 1 else "".join(texts)
 
     def flush(self) -> str:
         """What was kept back, at the end: U+FFFD for characters that nothing finished."""
@@ -158,15 +183,22 @@ class _ByteSteps:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_whole = True  # nothing is kept back
 
     def start(self, prompt_tail: Sequence[int]) -> None:
         for token_id in prompt_tail:
             self.step(token_id)
 
     def step(self, token_id: int) -> str:
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        data = self._tokenizer.token_bytes(token_id)
+        if self._is_whole and data.isascii():  # most tokens of most texts, and four times as fast
+            return str(data, "ascii")
+        text = self._decoder.decode(data)
+        self._is_whole = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
+        self._is_whole = True
         return self._decoder.decode(b"", final=True)
 
 

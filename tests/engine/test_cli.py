@@ -99,6 +99,23 @@ def refuse_config(config: Any) -> Any:
     resolved(config, spec)
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_async"), [pytest.param([], True, id="async"), pytest.param(["--sync"], False, id="sync")]
+)
+def test_sync_turns_asynchronous_scheduling_off(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], is_async: bool
+) -> None:
+    seen: list[bool] = []
+
+    def note(config: Any) -> None:
+        seen.append(config.async_scheduling)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_generate, "build_runner", note)
+    assert cli.main(["generate", *flags]) == 130
+    assert seen == [is_async]
+
+
 def test_an_empty_prompts_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n\n")

@@ -45,14 +45,14 @@ def test_one_prompt_or_several(prompts: Any, count: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def make_tiny() -> Callable[[], LLM]:
+def make_tiny() -> Callable[..., LLM]:
     """Makes an LLM of a random model of two narrow layers, without a tokenizer."""
     model = random_model(tiny_config())
 
-    def make() -> LLM:
+    def make(**overrides: Any) -> LLM:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(llm_module, "build_runner", partial(build_runner, model=model))
-            return LLM("tiny", device="cpu", num_kv_blocks=64, max_num_seqs=4)
+            return LLM("tiny", device="cpu", num_kv_blocks=64, max_num_seqs=4, **overrides)
 
     return make
 
@@ -151,9 +151,19 @@ def test_settings_reach_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
         raise InterruptedError
 
     monkeypatch.setattr(llm_module, "build_runner", refuse)
-    with pytest.raises(InterruptedError):
-        LLM("some/folder", block_size=32)
-    assert (seen[0].model, seen[0].block_size) == ("some/folder", 32)
+    for overrides in ({}, {"async_scheduling": False}):
+        with pytest.raises(InterruptedError):
+            LLM("some/folder", block_size=32, **overrides)
+    assert [(config.model, config.block_size) for config in seen] == [("some/folder", 32)] * 2
+    assert [config.async_scheduling for config in seen] == [True, False]
+
+
+def test_synchronous_results_are_the_same(make_tiny: Callable[..., LLM], tiny: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12)
+    with make_tiny(async_scheduling=False) as llm:
+        assert (llm.loop.depth, tiny.loop.depth) == (1, 2)
+        prompts = [[index + 1, 7] for index in range(8)]
+        assert token_ids(llm.generate(prompts, params)) == token_ids(tiny.generate(prompts, params))
 
 
 @pytest.mark.model

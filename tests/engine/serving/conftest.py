@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,29 +13,58 @@ import pytest
 from attrs import define
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from twostroke.engine.loop_handle import RequestHandle
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig
 from twostroke.engine.serving_loop import ServingLoop
 from twostroke.engine.tokenizer import Tokenizer
 from twostroke.fsm import LifeState, StageFailed, StepState
-from twostroke.stages.io import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput, SchedulerOutput
+from twostroke.stages.io import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    GrammarOutput,
+    LogprobsLists,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from twostroke.stages.sampling_params import SamplingParams
 
 EOS = 256
 VOCAB_SIZE = 257
 BLOCK_SIZE = 4
 
 
+class EchoOutput(AsyncModelRunnerOutput):
+    """On its way until somebody waits for it; ``arrive`` is called then, and may raise."""
+
+    def __init__(self, output: ModelRunnerOutput, arrive: Callable[[], None]) -> None:
+        self._output = output
+        self._arrive = arrive
+        self._is_here = False
+
+    def ready(self) -> bool:
+        return self._is_here
+
+    def get_output(self) -> ModelRunnerOutput:
+        if not self._is_here:
+            self._arrive()
+            self._is_here = True
+        return self._output
+
+
 class EchoRunner:
     """Keeps the tokens of its requests as a model runner does, and "predicts" each prompt over and over again.
 
-    ``faults`` maps "execute" and "sample" to what is called with the step first, and may raise; ``request_errors`` has
-    the error of a request, ``ends_after`` its number of tokens before the end of sequence.
+    ``faults`` maps "execute", "sample" and "arrive" to what is called with the step first, and may raise;
+    ``request_errors`` has the error of a request, ``ends_after`` its number of tokens before the end of sequence.
+    ``steps`` has what was run, in order.
     """
 
     def __init__(self, tokenizer: Tokenizer, config: SchedulerConfig, step_seconds: float = 0.0) -> None:
         template = SimpleNamespace(render=lambda messages, add_generation_prompt: messages[-1]["content"] + ">")
         self.loaded = SimpleNamespace(tokenizer=tokenizer, chat_template=template, eos_token_ids=(EOS,))
         self.spec = SimpleNamespace(vocab_size=VOCAB_SIZE)
-        self.config = config
+        self.config = SimpleNamespace(async_scheduling=True)
+        self.kv_cache_generation = 0
         self.kv_groups = tuple(SimpleNamespace(block_size=size) for size in config.block_sizes)
         self.step_seconds = step_seconds
         self.state = StepState.IDLE
@@ -49,11 +78,30 @@ class EchoRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.inside = threading.Event()
-        self.num_steps = 0
+        self.steps: list[SchedulerOutput] = []
+        self.masks: list[GrammarOutput | None] = []
         self._open: tuple[SchedulerOutput, dict[str, list[int]]] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Takes everything."""
+
+    def sleep(self) -> None:
+        """Forget every row, as a runner does; scheduled tokens of a request are then those of its resumption."""
+        assert self.state is not StepState.FORWARDED
+        self.life = LifeState.ASLEEP
+        self.kv_cache_generation += 1
+        self.tokens = {req_id: [] for req_id in self.tokens}
+
+    def wake_up(self) -> None:
+        self.life = LifeState.READY
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
         assert self.state is not StepState.FORWARDED
+        assert self.life is LifeState.READY
         self._meet_fault("execute", scheduled)
         before = {req_id: list(tokens) for req_id, tokens in self.tokens.items()}
         for req_id in (*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())):
@@ -73,7 +121,7 @@ class EchoRunner:
         self._open, self.state = (scheduled, before), StepState.FORWARDED
         return None
 
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None = None) -> AsyncModelRunnerOutput:
         assert self._open is not None
         scheduled = self._open[0]
         self._meet_fault("sample", scheduled)
@@ -89,8 +137,9 @@ class EchoRunner:
             sampled.append([self._next_token(req_id, tokens)] if samples and not fails else [])
             tokens.extend(sampled[-1])
         self._open, self.state = None, StepState.SAMPLED
-        self.num_steps += 1
-        return ModelRunnerOutput(
+        self.steps.append(scheduled)
+        self.masks.append(grammar)
+        output = ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
             sampled_token_ids=sampled,
@@ -98,6 +147,7 @@ class EchoRunner:
             prompt_logprobs_dict=self._prompt_logprobs(scheduled),
             request_errors={key: error for key, error in self.request_errors.items() if key in req_ids},
         )
+        return EchoOutput(output, lambda: self._meet_fault("arrive", scheduled))
 
     def rollback(self) -> None:
         assert self._open is not None
@@ -150,6 +200,15 @@ class Bench:
         """Let the held step go on."""
         self.runner.gate.set()
 
+    def step_together(self, prompts: Sequence[str], params: SamplingParams) -> list[RequestHandle]:
+        """Add requests, named by their prompts, so that they are prefilled in one step (as far as it has room)."""
+        self.hold_step()
+        self.loop.add("first", SamplingParams(max_tokens=1))
+        self.wait_inside()
+        handles = [self.loop.add(prompt, params, request_id=prompt) for prompt in prompts]
+        self.release()
+        return handles
+
     def settle(self) -> None:
         """Wait until the runner was told of every request's end."""
         deadline = time.monotonic() + 10
@@ -177,12 +236,15 @@ def _byte_of(letter: str) -> int:
     return [byte for byte in range(256) if byte not in printable][ord(letter) - 256]
 
 
-@pytest.fixture
-def serve(letters: Tokenizer) -> Iterator[Callable[..., Bench]]:
-    """Starts a loop over an echo runner; at the end it is stopped and nothing may be left of any request."""
+@pytest.fixture(params=[1, 2, 3], ids="depth{}".format)
+def serve(letters: Tokenizer, request: pytest.FixtureRequest) -> Iterator[Callable[..., Bench]]:
+    """Starts a loop over an echo runner; at the end it is stopped and nothing may be left of any request.
+
+    Every test runs with each number of steps in flight.
+    """
     started: list[Bench] = []
 
-    def start(*, step_seconds: float = 0.0, start: bool = True, **limits: Any) -> Bench:
+    def start(*, step_seconds: float = 0.0, start: bool = True, grammar: Any = None, **limits: Any) -> Bench:
         defaults = {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
@@ -192,7 +254,7 @@ def serve(letters: Tokenizer) -> Iterator[Callable[..., Bench]]:
         }
         config = SchedulerConfig(**defaults | limits)
         runner = EchoRunner(letters, config, step_seconds)
-        loop = ServingLoop(runner, Scheduler(config))  # pyright: ignore[reportArgumentType]
+        loop = ServingLoop(runner, Scheduler(config), depth=request.param, grammar=grammar)  # pyright: ignore[reportArgumentType]
         started.append(Bench(runner, loop.start() if start else loop))
         return started[-1]
 
@@ -206,19 +268,21 @@ def serve(letters: Tokenizer) -> Iterator[Callable[..., Bench]]:
             assert not bench.loop.scheduler.has_work()
 
 
-def failing_once(error: Exception, req_ids: tuple[str, ...] = ()) -> Callable[[SchedulerOutput], None]:
-    """A stage that raises the first time, as the pipeline reports it."""
-    left = [error]
+@pytest.fixture
+def failing() -> Callable[..., Callable[[SchedulerOutput], None]]:
+    """Makes a stage that raises, as the pipeline reports it: in every step with one of these requests, or with anyone.
 
-    def fault(scheduled: SchedulerOutput) -> None:
-        if left and (not req_ids or set(req_ids) <= set(scheduled.num_scheduled_tokens)):
-            cause = left.pop()
-            raise StageFailed("forward", 1, tuple(scheduled.num_scheduled_tokens), cause) from cause
+    ``times`` limits how often. ``fault.met`` counts.
+    """
 
-    return fault
+    def make(error: Exception, *req_ids: str, times: int = 10**9) -> Callable[[SchedulerOutput], None]:
+        def fault(scheduled: SchedulerOutput) -> None:
+            in_step = scheduled.num_scheduled_tokens
+            if fault.met < times and (not req_ids or any(req_id in in_step for req_id in req_ids)):  # pyright: ignore[reportFunctionMemberAccess]
+                fault.met += 1  # pyright: ignore[reportFunctionMemberAccess]
+                raise StageFailed("forward", 1, tuple(in_step), error) from error
 
+        fault.met = 0  # pyright: ignore[reportFunctionMemberAccess]
+        return fault
 
-@pytest.fixture(name="failing_once")
-def failing_once_fixture() -> Callable[..., Callable[[SchedulerOutput], None]]:
-    """Makes a fault that happens once; with ids, only in a step with all of them."""
-    return failing_once
+    return make

@@ -86,7 +86,7 @@ def test_stop_string_over_token_borders(serve: Serve, include: bool, text: str) 
     assert (output.finish_reason, output.stop_reason) == ("stop", "two")
     assert output.token_ids == tuple(b"one two")
     bench.settle()
-    assert bench.runner.num_steps <= 8
+    assert bench.runner.num_steps <= 7 + bench.loop.depth
 
 
 def test_held_back_text_is_shown_at_the_end(serve: Serve) -> None:

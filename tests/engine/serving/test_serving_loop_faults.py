@@ -19,53 +19,50 @@ Serve = Callable[..., Any]
 TEN = SamplingParams(max_tokens=10)
 
 
-def step_together(bench: Any, prompts: list[str], params: SamplingParams = TEN) -> list[Any]:
-    """Hold a first request's step, add these meanwhile, and let go: they are prefilled in one step."""
-    bench.hold_step()
-    bench.loop.add("first", SamplingParams(max_tokens=1))
-    bench.wait_inside()
-    handles = [bench.loop.add(prompt, params, request_id=prompt) for prompt in prompts]
-    bench.release()
-    return handles
-
-
 @pytest.mark.parametrize("where", ["execute", "sample"])
-def test_F1_L3_a_failing_step_fails_its_requests_alone(serve: Serve, failing_once: Any, where: str) -> None:
+def test_F1_L3_a_failing_step_fails_the_guilty_alone(serve: Serve, failing: Any, where: str) -> None:
     bench = serve(step_seconds=0.001)
     original = ZeroDivisionError("in a kernel")
-    bench.runner.faults[where] = failing_once(original, ("ab", "cd"))
-    doomed = step_together(bench, ["ab", "cd"])
+    bench.runner.faults[where] = failing(original, "ab", "cd")
+    *doomed, fine = bench.step_together(["ab", "cd", "ef"], TEN)
     for handle in doomed:
         with pytest.raises(RequestFailed, match="in a kernel") as caught:
             handle.result(timeout=10)
         assert caught.value.req_id == handle.request_id
         assert isinstance(caught.value.__cause__, StageFailed)
         assert caught.value.__cause__.__cause__ is original
+    assert fine.result(timeout=10).text == "ef" * 5
+    bench.runner.faults.clear()
     assert bench.loop.add("ab", TEN, request_id="ab").result(timeout=10).text == "ab" * 5
     assert bench.loop.healthy
 
 
 @pytest.mark.parametrize("where", ["execute", "sample"])
-def test_requests_that_wait_outlive_the_step_that_fails(serve: Serve, failing_once: Any, where: str) -> None:
+def test_a_fault_that_passes_costs_nobody_a_token(serve: Serve, failing: Any, where: str) -> None:
     bench = serve(max_num_seqs=2)
-    bench.runner.faults[where] = failing_once(ValueError("once"), ("ab", "cd"))
-    first, second, third = step_together(bench, ["ab", "cd", "ef"])
-    assert third.result(timeout=10).text == "ef" * 5
-    for handle in (first, second):
-        with pytest.raises(RequestFailed, match="once"):
-            handle.result(timeout=10)
+    bench.runner.faults[where] = failing(ValueError("once"), "ab", "cd", times=1)
+    handles = bench.step_together(["ab", "cd", "ef"], TEN)
+    assert [handle.result(timeout=10).text for handle in handles] == ["ab" * 5, "cd" * 5, "ef" * 5]
+    assert bench.runner.faults[where].met == 1
 
 
-def test_what_came_before_an_error_is_read_first(serve: Serve, failing_once: Any) -> None:
+@pytest.mark.parametrize("where", ["execute", "sample"])
+def test_a_request_alone_in_its_step_is_tried_again_too(serve: Serve, failing: Any, where: str) -> None:
+    bench = serve()
+    bench.runner.faults[where] = failing(ValueError("once"), times=1)
+    assert bench.loop.add("ab", TEN).result(timeout=10).text == "ab" * 5
+
+
+def test_what_came_before_an_error_is_read_first(serve: Serve, failing: Any) -> None:
     bench = serve()
     handle = bench.loop.add("ab", SamplingParams(max_tokens=100))
     first = next(handle)
-    bench.runner.faults["sample"] = failing_once(ValueError("late"))
+    bench.runner.faults["sample"] = failing(ValueError("late"))
     texts = [first.text]
     with pytest.raises(RequestFailed, match="late"):
         texts.extend(delta.text for delta in handle)
     text = "".join(texts)
-    assert text
+    assert len(text) == bench.runner.num_steps, "a token of a step before the failing one was lost"
     assert text == ("ab" * 50)[: len(text)]
     assert handle.finished
 
@@ -74,7 +71,7 @@ def test_an_error_of_one_request_spares_its_neighbours(serve: Serve) -> None:
     bench = serve()
     error = RequestFailed("cd", "its logits are not numbers")
     bench.runner.request_errors["cd"] = error
-    fine, broken = step_together(bench, ["ab", "cd"])
+    fine, broken = bench.step_together(["ab", "cd"], TEN)
     assert fine.result(timeout=10).text == "ab" * 5
     with pytest.raises(RequestFailed, match="not numbers"):
         broken.result(timeout=10)
@@ -92,21 +89,25 @@ def test_an_error_of_one_completion_ends_its_siblings(serve: Serve) -> None:
 
 def test_a_refused_step_takes_only_the_request_that_it_names(serve: Serve) -> None:
     bench = serve()
+    refusals: list[int] = []
 
     def refuse(scheduled: SchedulerOutput) -> None:
         if "cd" in scheduled.num_scheduled_tokens:
+            refusals.append(len(scheduled.num_scheduled_tokens))
             raise InvalidSchedulerOutput("its block ids are outside the pool", req_id="cd")
 
     bench.runner.faults["execute"] = refuse
-    fine, refused = step_together(bench, ["ab", "cd"])
+    fine, refused = bench.step_together(["ab", "cd"], TEN)
     assert fine.result(timeout=10).text == "ab" * 5
-    with pytest.raises(RequestFailed, match="outside the pool"):
+    with pytest.raises(RequestFailed, match="outside the pool") as caught:
         refused.result(timeout=10)
+    assert isinstance(caught.value.__cause__, InvalidSchedulerOutput)
+    assert len(refusals) == 1
 
 
-def test_aborted_during_a_step_that_fails(serve: Serve, failing_once: Any) -> None:
+def test_aborted_during_a_step_that_fails(serve: Serve, failing: Any) -> None:
     bench = serve()
-    bench.runner.faults["sample"] = failing_once(ValueError("late"))
+    bench.runner.faults["sample"] = failing(ValueError("late"), times=2)
     bench.hold_step()
     handle = bench.loop.add("ab", TEN, request_id="x")
     bench.wait_inside()
@@ -115,6 +116,19 @@ def test_aborted_during_a_step_that_fails(serve: Serve, failing_once: Any) -> No
     bench.release()
     assert handle.result(timeout=10).outputs[0].finish_reason == "abort"
     assert again.result(timeout=10).text == "cd" * 5
+
+
+def test_when_everybody_fails_the_runner_still_hears_who_has_ended(serve: Serve, failing: Any) -> None:
+    bench = serve()
+    *_, aborted = bench.step_together(["ab", "cd"], SamplingParams(max_tokens=100))
+    next(aborted)
+    bench.hold_step()
+    bench.wait_inside()
+    bench.loop.abort("cd")
+    bench.runner.faults["execute"] = failing(ValueError("always"))
+    bench.release()
+    bench.settle()
+    assert bench.loop.healthy
 
 
 def died(bench: Any, handles: list[Any], cause: BaseException) -> None:
@@ -143,13 +157,13 @@ def test_L3_the_unexpected_ends_the_loop_and_everyone_hears_of_it(
             raise bug
 
     bench.runner.faults[where] = fault
-    died(bench, step_together(bench, ["ab", "cd"]), bug)
+    died(bench, bench.step_together(["ab", "cd"], TEN), bug)
     assert any(record.levelno >= logging.ERROR for record in caplog.records)
 
 
-def test_a_faulted_runner_ends_the_loop(serve: Serve, failing_once: Any) -> None:
+def test_a_faulted_runner_ends_the_loop(serve: Serve, failing: Any) -> None:
     bench = serve(max_num_seqs=1)
-    fail = failing_once(OSError("the device is gone"), ("ab",))
+    fail = failing(OSError("the device is gone"), "ab")
 
     def fault(scheduled: SchedulerOutput) -> None:
         if "ab" in scheduled.num_scheduled_tokens:
@@ -157,12 +171,24 @@ def test_a_faulted_runner_ends_the_loop(serve: Serve, failing_once: Any) -> None
         fail(scheduled)
 
     bench.runner.faults["execute"] = fault
-    running, waiting = step_together(bench, ["ab", "cd"])
-    with pytest.raises(RequestFailed, match="device is gone"):
-        running.result(timeout=10)
+    handles = bench.step_together(["ab", "cd"], TEN)
     with pytest.raises(ServingLoopDown, match="device is gone") as caught:
-        waiting.result(timeout=10)
-    died(bench, [], caught.value.__cause__)
+        handles[0].result(timeout=10)
+    cause = caught.value.__cause__
+    assert isinstance(cause, StageFailed)
+    died(bench, handles, cause)
+
+
+def test_an_error_that_arrives_with_the_tokens_ends_the_loop(serve: Serve) -> None:
+    bench = serve()
+    error = RuntimeError("an illegal memory access was encountered")
+
+    def fault(scheduled: SchedulerOutput) -> None:
+        if "ab" in scheduled.num_scheduled_tokens:
+            raise error
+
+    bench.runner.faults["arrive"] = fault
+    died(bench, bench.step_together(["ab", "cd"], TEN), error)
 
 
 def test_a_scheduler_that_breaks_ends_the_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +220,7 @@ def test_L10_stopping_ends_every_stream(serve: Serve) -> None:
         reasons.append(last.outputs[0].finish_reason)
 
     async def read_async(handle: Any) -> None:
-        last = None
-        async for delta in handle:
-            last = delta
-        reasons.append(last.outputs[0].finish_reason)
+        reasons.append([delta async for delta in handle][-1].outputs[0].finish_reason)
 
     threads = [threading.Thread(target=read, args=(handle,)) for handle in handles[:3]]
     threads.append(threading.Thread(target=lambda: asyncio.run(read_async(handles[3]))))

@@ -12,9 +12,9 @@ from twostroke.engine.loop_handle import RequestHandle
 from twostroke.engine.model_runner import ModelRunner, build_runner
 from twostroke.engine.models.random_model import random_model, tiny_config
 from twostroke.engine.serving_loop import ServingLoop
-from twostroke.fsm import StageFailed
+from twostroke.fsm import StageFailed, stage
 from twostroke.stages.errors import RequestFailed
-from twostroke.stages.records import ExecuteModelState
+from twostroke.stages.records import Batch, ExecuteModelState
 from twostroke.stages.sampling_params import SamplingParams
 
 PROMPTS = [[1 + index, 5, 9, 20 + index, 3][: 2 + index % 4] for index in range(6)]
@@ -79,32 +79,74 @@ def test_neighbours_do_not_matter(
         assert [tokens_of(handle) for handle in add_all(loop)] == alone
 
 
-@pytest.mark.parametrize("name", ["update_states", "prepare_inputs", "build_attn", "forward", "sample", "commit"])
-def test_L3_a_stage_that_raises_once_fails_its_batch_alone(
-    make_runner: Callable[..., ModelRunner], alone: list[tuple[int, ...]], name: str
+STAGES = ["update_states", "prepare_inputs", "dispatch", "build_attn", "forward", "sample", "commit"]
+
+
+def breaking(runner: ModelRunner, name: str, is_time: Callable[[Batch], bool]) -> ArithmeticError:
+    """Have a stage raise, after its work, whenever ``is_time`` says so of the batch; gives what it raises."""
+    original, batches = ArithmeticError("a stage broke"), list[Batch]()
+    runner.stages.insert(stage(batches.append, takes=[Batch]), after="update_states", name="note")
+
+    def broken(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            result = work(*args)
+            if is_time(result if name == "update_states" else batches[-1]):
+                raise original
+            return result
+
+        return run
+
+    runner.stages.wrap(name, broken)
+    return original
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_L3_a_stage_that_raises_once_costs_nobody_a_token(
+    make_runner: Callable[..., ModelRunner], alone: list[tuple[int, ...]], depth: int, name: str
 ) -> None:
-    original = ArithmeticError("once")
-    left = [original]
-
-    def break_once(stage: Callable[..., Any]) -> Callable[..., Any]:
-        def broken(*args: Any) -> Any:
-            if left:
-                raise left.pop()
-            return stage(*args)
-
-        return broken
-
     runner = make_runner()
-    runner.stages.wrap(name, break_once)
-    with ServingLoop(runner) as loop:
-        doomed = loop.add(PROMPTS[1], PARAMS[1])
-        with pytest.raises(RequestFailed, match="once") as caught:
-            doomed.result(timeout=60)
+    left = [3]
+
+    def is_time(batch: Batch) -> bool:
+        left[0] -= 1
+        return left[0] == 0
+
+    breaking(runner, name, is_time)
+    with ServingLoop(runner, depth=depth) as loop:
+        assert [tokens_of(handle) for handle in add_all(loop)] == alone
+    assert left[0] < 0
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_L3_a_stage_that_cannot_bear_one_request_fails_that_one(
+    make_runner: Callable[..., ModelRunner], alone: list[tuple[int, ...]], depth: int, name: str
+) -> None:
+    runner = make_runner()
+    guilty = PROMPTS.index([2, 5, 9])
+    number_of_tokens = len(PROMPTS[guilty]) + 4
+
+    def is_time(batch: Batch) -> bool:
+        row = runner.parts.table.rows.get("r1", -1)
+        return any(
+            own == row and computed >= number_of_tokens
+            for own, computed in zip(batch.rows.tolist(), batch.num_computed_tokens.tolist(), strict=True)
+        )
+
+    original = breaking(runner, name, is_time)
+    with ServingLoop(runner, depth=depth) as loop:
+        handles = [loop.add(*pair, f"r{index}") for index, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+        streamed: list[int] = []
+        with pytest.raises(RequestFailed, match="a stage broke") as caught:
+            streamed.extend(token for delta in handles[guilty] for token in delta.outputs[0].token_ids)
         failed = caught.value.__cause__
         assert isinstance(failed, StageFailed)
         assert failed.stage == name
         assert failed.__cause__ is original
-        assert [tokens_of(handle) for handle in add_all(loop)] == alone
+        assert tuple(streamed) == alone[guilty][:5], "tokens of the steps before were lost"
+        others = [tokens_of(handle) for handle in handles if handle is not handles[guilty]]
+        assert others == alone[:guilty] + alone[guilty + 1 :]
 
 
 def test_logits_that_are_no_numbers_fail_one_request(
@@ -141,9 +183,9 @@ def test_prompt_and_output_logprobs(make_runner: Callable[..., ModelRunner]) -> 
         whole = loop.add([1, 2, 3, 4], params).result(timeout=60)
     assert whole.prompt_logprobs is not None
     assert whole.prompt_logprobs[0] is None
-    assert [token in position for token, position in zip([2, 3, 4], whole.prompt_logprobs[1:], strict=True)] == [
-        True
-    ] * 3
+    for token, position in zip([2, 3, 4], whole.prompt_logprobs[1:], strict=True):
+        assert position is not None
+        assert token in position
     for output in whole.outputs:
         assert output.logprobs is not None
         for token, position in zip(output.token_ids, output.logprobs, strict=True):
