@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ...stages.attention import AttentionBatch
+from ...stages.records import IntArray
 from ...stages.specs import AttentionLayerSpec, KVCacheGroupSpec
-from .tiles import Tile, build_tiles
+from .tiles import Tile, Tiling, build_tiles
 
 # Scores of capped attention that exist at a time.
 MAX_SCORES = 2**24
@@ -35,8 +37,10 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def gather(self, name: str, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """``pool[slots]``; overwritten by the next gather of this name."""
+    def gather(self, name: str, pool: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
+        """``pool[slots]``: a view where the slots are adjacent, or a copy that the next one of this name overwrites."""
+        if isinstance(slots, slice):
+            return pool[slots]
         shape = (slots.shape[0], *pool.shape[1:])
         size = math.prod(shape)
         buffer = self._buffers.get((name, pool.dtype))
@@ -56,17 +60,19 @@ class PagedCPUPlan:
         self._block_size = block_size
         self._scratch = scratch
         self._batch: AttentionBatch | None = None
-        self._tiles: dict[int | None, tuple[Tile, ...]] = {}
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._tilings: dict[int | None, Tiling] = {}
+        self._slots: slice | torch.Tensor = slice(0, 0)
         self._stored: torch.Tensor | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
         """Take in this step. Tiles are built anew for the windows seen so far; a new window's in its first ``run``."""
         self._batch = batch
-        is_real = batch.slot_mapping >= 0
-        self._stored = None if bool(is_real.all()) else is_real.nonzero().flatten()
-        self._slots = batch.slot_mapping.clone() if self._stored is None else batch.slot_mapping[self._stored]
-        self._tiles = {window: build_tiles(batch, self._block_size, window) for window in self._tiles}
+        slots = batch.slot_mapping.numpy()
+        real = None if slots.min(initial=0) >= 0 else np.flatnonzero(slots >= 0)
+        self._stored = None if real is None else torch.from_numpy(real)
+        self._slots = _as_slice(slots.copy() if real is None else slots[real])
+        windows = tuple(self._tilings)
+        self._tilings = {window: Tiling.of(build_tiles(batch, self._block_size, window)) for window in windows}
 
     def run(
         self,
@@ -77,28 +83,40 @@ class PagedCPUPlan:
         layer: AttentionLayerSpec,
     ) -> torch.Tensor:
         """Store key and value in the cache, then attend; shapes as in :class:`AttentionPlan`."""
-        keys, values = kv_cache.flatten(1, 2).unbind()
+        keys, values = kv_cache.view(2, -1, layer.num_kv_heads * layer.head_size).unbind()
         self._store(key, keys)
         self._store(value, values)
-        tiles = self._tiles_for(layer.sliding_window)
+        tiling = self._tiling_for(layer.sliding_window)
+        tiles = tiling.tiles
         if len(tiles) == 1 and tiles[0].tokens == slice(0, query.shape[0]):
             return self._attend(tiles[0], query, keys, values, layer)
-        output = query.new_zeros(query.shape)
-        for tile in tiles:
-            output[tile.tokens] = self._attend(tile, query[tile.tokens], keys, values, layer)
-        return output
+        if tiling.order is None:
+            output = query.new_zeros(query.shape)
+            for tile, tokens in zip(tiles, tiling.ranges, strict=True):
+                output[tokens] = self._attend(tile, query[tokens], keys, values, layer)
+            return output
+        ordered = query.index_select(0, tiling.order)
+        parts = [
+            self._attend(tile, ordered[tokens], keys, values, layer)
+            for tile, tokens in zip(tiles, tiling.ranges, strict=True)
+        ]
+        return query.new_zeros(query.shape).index_copy_(0, tiling.order, torch.cat(parts))
 
     def _store(self, new: torch.Tensor, pool: torch.Tensor) -> None:
         """Write the real tokens of ``new`` to their slots. As an index, a padding slot of -1 would hit the last one."""
-        stored = new if self._stored is None else new.index_select(0, self._stored)
-        pool.index_copy_(0, self._slots, stored.to(pool.dtype))
+        rows = new.flatten(1)
+        stored = rows if self._stored is None else rows.index_select(0, self._stored)
+        if isinstance(self._slots, slice):
+            pool[self._slots] = stored
+        else:
+            pool.index_copy_(0, self._slots, stored.to(pool.dtype))
 
-    def _tiles_for(self, window: int | None) -> tuple[Tile, ...]:
-        tiles = self._tiles.get(window)
-        if tiles is None:
+    def _tiling_for(self, window: int | None) -> Tiling:
+        tiling = self._tilings.get(window)
+        if tiling is None:
             assert self._batch is not None, "plan() comes before run()"
-            tiles = self._tiles[window] = build_tiles(self._batch, self._block_size, window)
-        return tiles
+            tiling = self._tilings[window] = Tiling.of(build_tiles(self._batch, self._block_size, window))
+        return tiling
 
     def _attend(
         self, tile: Tile, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: AttentionLayerSpec
@@ -109,6 +127,14 @@ class PagedCPUPlan:
         value = self._scratch.gather("value", values, tile.slots).to(query.dtype).view(shape).transpose(1, 2)
         attend = _attend_fused if layer.soft_cap is None else _attend_capped
         return attend(tile, query, key, value, layer)
+
+
+def _as_slice(slots: IntArray) -> slice | torch.Tensor:
+    """The same slots, as a slice where they are adjacent."""
+    first, last = (int(slots[0]), int(slots[-1])) if len(slots) else (0, -1)
+    if last - first == len(slots) - 1 and (len(slots) < 3 or bool((slots[1:] - slots[:-1] == 1).all())):
+        return slice(first, last + 1)
+    return torch.from_numpy(slots)
 
 
 def _attend_fused(

@@ -8,15 +8,49 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from attrs import frozen
 
-from ...stages.forward_context import ForwardContext
+from ...stages.forward_context import ForwardContext, Tap, untapped
 from ...stages.records import ModelInputs
 from ...stages.specs import ModelSpec
 from .decoder_config import DecoderConfig
+from .linear import Linear
+from .norm import RMSNorm
 from .rope import rotate
-from .weights import DecoderWeights, LayerWeights, fill
+from .weights import DecoderWeights, fill
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+@frozen(eq=False)
+class _Layer:
+    """What one layer computes with."""
+
+    input_norm: RMSNorm
+    qkv: Linear
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+    output: Linear
+    post_attention_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def of(cls, weights: DecoderWeights, index: int, epsilon: float) -> _Layer:
+        layer = weights.layers[index]
+        qkv, output, gate_up, down = (
+            weights.linears[f"layers.{index}.{name}"] for name in ("qkv", "output", "gate_up", "down")
+        )
+        return cls(
+            input_norm=RMSNorm(layer.input_norm, epsilon),
+            qkv=qkv,
+            query_norm=None if layer.query_norm is None else RMSNorm(layer.query_norm, epsilon),
+            key_norm=None if layer.key_norm is None else RMSNorm(layer.key_norm, epsilon),
+            output=output,
+            post_attention_norm=RMSNorm(layer.post_attention_norm, epsilon),
+            gate_up=gate_up,
+            down=down,
+        )
 
 
 class Decoder:
@@ -36,12 +70,21 @@ class Decoder:
         self._spec = config.spec()
         self._cosines, self._sines = config.rope.tables(config.max_position, device=device, dtype=dtype)
         self._activate = _ACTIVATIONS[config.activation]
-        self._between = tuple(partial(self._finish_and_prepare, *pair) for pair in pairwise(self.weights.layers))
+        self._layers = tuple(_Layer.of(self.weights, index, config.rms_norm_eps) for index in range(config.num_layers))
+        self._norm = RMSNorm(self.weights.norm, config.rms_norm_eps)
+        self._between = tuple(partial(self._finish_and_prepare, *pair) for pair in pairwise(self._layers))
 
     @property
     def spec(self) -> ModelSpec:
         """Shapes of this model."""
         return self._spec
+
+    @property
+    def observable(self) -> tuple[str, ...]:
+        """What its pieces show to a tap, as :mod:`~twostroke.engine.observe` names it, in the order of computing."""
+        layers = range(len(self._layers))
+        parts = ("attention_input", "attention", "mlp", "residual")
+        return ("embedding", *(f"layers.{layer}.{part}" for layer in layers for part in parts), "norm")
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -61,6 +104,7 @@ class Decoder:
             WeightsError: a missing, unexpected or mis-shaped tensor.
         """
         fill(self.parameters, weights, allow_missing=allow_missing)
+        self.weights.refresh_copies()
 
     def forward(self, inputs: ModelInputs, context: ForwardContext) -> torch.Tensor:
         """Hidden states ``[num_tokens, hidden]`` after the final norm; embeddings are taken before token ids."""
@@ -79,56 +123,55 @@ class Decoder:
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[n, vocab]`` of hidden states ``[n, hidden]``."""
-        return F.linear(hidden_states, self.weights.lm_head).float()
+        return self.weights.linears["lm_head"](hidden_states).float()
 
-    def _embed_and_start(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Tensors:
-        return self._start(F.embedding(input_ids, self.weights.embedding), positions)
+    def _embed_and_start(self, input_ids: torch.Tensor, positions: torch.Tensor, tap: Tap = untapped) -> Tensors:
+        return self._start(F.embedding(input_ids, self.weights.embedding), positions, tap)
 
-    def _start(self, embeddings: torch.Tensor, positions: torch.Tensor) -> Tensors:
+    def _start(self, embeddings: torch.Tensor, positions: torch.Tensor, tap: Tap = untapped) -> Tensors:
+        embeddings = tap("embedding", embeddings)
         cosines = self._cosines.index_select(0, positions).unsqueeze(1)
         sines = self._sines.index_select(0, positions).unsqueeze(1)
-        attention_inputs = self._prepare_attention(self.weights.layers[0], embeddings, cosines, sines)
+        attention_inputs = self._prepare_attention(self._layers[0], embeddings, cosines, sines, tap)
         return embeddings, cosines, sines, *attention_inputs
 
     def _finish_and_prepare(
         self,
-        finished: LayerWeights,
-        following: LayerWeights,
+        finished: _Layer,
+        following: _Layer,
         attended: torch.Tensor,
         residual: torch.Tensor,
         cosines: torch.Tensor,
         sines: torch.Tensor,
+        *,
+        tap: Tap = untapped,
     ) -> Tensors:
-        residual = self._finish_layer(finished, attended, residual)
-        return residual, *self._prepare_attention(following, residual, cosines, sines)
+        residual = self._finish_layer(finished, attended, residual, tap)
+        return residual, *self._prepare_attention(following, residual, cosines, sines, tap)
 
-    def _end(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._norm(self._finish_layer(self.weights.layers[-1], attended, residual), self.weights.norm)
+    def _end(self, attended: torch.Tensor, residual: torch.Tensor, tap: Tap = untapped) -> torch.Tensor:
+        return tap("norm", self._norm(self._finish_layer(self._layers[-1], attended, residual, tap)))
 
     def _prepare_attention(
-        self, layer: LayerWeights, residual: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+        self, layer: _Layer, residual: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, tap: Tap
     ) -> Tensors:
         """Rotated query ``[num_tokens, heads, head_dim]`` and key, and value ``[num_tokens, kv_heads, head_dim]``."""
         config = self.config
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-        packed = F.linear(self._norm(residual, layer.input_norm), layer.qkv, layer.qkv_bias)
+        packed = layer.qkv(tap("attention_input", layer.input_norm(residual)))
         packed = packed.view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
         heads, value = packed.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = heads.split((num_heads, num_kv_heads), dim=1)
-            heads = torch.cat((self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)), dim=1)
+            heads = torch.cat((layer.query_norm(query), layer.key_norm(key)), dim=1)
         query, key = rotate(heads, cosines, sines).split((num_heads, num_kv_heads), dim=1)
         return query, key, value
 
-    def _finish_layer(self, layer: LayerWeights, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _finish_layer(self, layer: _Layer, attended: torch.Tensor, residual: torch.Tensor, tap: Tap) -> torch.Tensor:
         """The residual after output projection and feed-forward; new memory, since a graph keeps the old."""
-        residual = F.linear(attended.flatten(1), layer.output, layer.output_bias).add_(residual)
-        normed = self._norm(residual, layer.post_attention_norm)
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(self._activate(gate).mul_(up), layer.down, layer.down_bias).add_(residual)
-
-    def _norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(states, weight.shape, weight, self.config.rms_norm_eps)
+        residual = tap("attention", layer.output(attended.flatten(1))).add_(residual)
+        gate, up = layer.gate_up(layer.post_attention_norm(residual)).chunk(2, dim=-1)
+        return tap("residual", tap("mlp", layer.down(self._activate(gate).mul_(up))).add_(residual))
 
 
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

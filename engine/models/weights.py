@@ -9,10 +9,14 @@ from attrs import asdict, frozen
 
 from .decoder_config import DecoderConfig
 from .errors import WeightsError
+from .linear import Linear, is_wide
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 _SHOWN = 8
+
+# Most bytes of transposed copies that a model keeps for products of a few rows; one that needs more does without.
+MOST_COPY_BYTES = 2**31
 
 
 @frozen(eq=False, kw_only=True)
@@ -86,22 +90,29 @@ class LayerWeights:
 
 @frozen(eq=False, kw_only=True)
 class DecoderWeights:
-    """All tensors of a decoder. A tied ``lm_head`` is the embedding itself."""
+    """All tensors of a decoder, and the products with them. A tied ``lm_head`` is the embedding itself.
+
+    ``linears`` are named "lm_head" and like "layers.0.qkv"; the transposed copies that some keep belong to them.
+    """
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     lm_head: torch.Tensor
+    linears: Mapping[str, Linear]
 
     @classmethod
     def empty(cls, config: DecoderConfig, *, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
         """Uninitialised tensors of the right shapes."""
         embedding = torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        lm_head = embedding if config.tie_word_embeddings else torch.empty_like(embedding)
+        layers = tuple(LayerWeights.empty(config, device=device, dtype=dtype) for _ in range(config.num_layers))
         return cls(
             embedding=embedding,
-            layers=tuple(LayerWeights.empty(config, device=device, dtype=dtype) for _ in range(config.num_layers)),
+            layers=layers,
             norm=torch.empty(config.hidden_size, device=device, dtype=dtype),
-            lm_head=embedding if config.tie_word_embeddings else torch.empty_like(embedding),
+            lm_head=lm_head,
+            linears=_linears(layers, lm_head),
         )
 
     def named(self, config: DecoderConfig) -> dict[str, torch.Tensor]:
@@ -114,14 +125,31 @@ class DecoderWeights:
         return named
 
     def owned(self) -> dict[str, torch.Tensor]:
-        """Every tensor that has storage of its own, packed as it is kept."""
+        """Every tensor that has storage of its own, packed as it is kept, and the transposed copies."""
         owned = {"embedding": self.embedding, "norm": self.norm, "lm_head": self.lm_head}
         if self.lm_head is self.embedding:
             del owned["lm_head"]
         for index, layer in enumerate(self.layers):
             tensors = asdict(layer, recurse=False)
             owned |= {f"layers.{index}.{name}": tensor for name, tensor in tensors.items() if tensor is not None}
-        return owned
+        copies = {f"{name}.transposed": linear.transposed for name, linear in self.linears.items()}
+        return owned | {name: copy for name, copy in copies.items() if copy is not None}
+
+    def refresh_copies(self) -> None:
+        """Bring every transposed copy up to date with its weight."""
+        for linear in self.linears.values():
+            linear.refresh()
+
+
+def _linears(layers: tuple[LayerWeights, ...], lm_head: torch.Tensor) -> dict[str, Linear]:
+    parts: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {"lm_head": (lm_head, None)}
+    for index, layer in enumerate(layers):
+        parts[f"layers.{index}.qkv"] = layer.qkv, layer.qkv_bias
+        parts[f"layers.{index}.output"] = layer.output, layer.output_bias
+        parts[f"layers.{index}.gate_up"] = layer.gate_up, layer.gate_up_bias
+        parts[f"layers.{index}.down"] = layer.down, layer.down_bias
+    copied = sum(weight.nbytes for weight, _ in parts.values() if is_wide(weight)) <= MOST_COPY_BYTES
+    return {name: Linear(weight, bias, keep_transposed=copied) for name, (weight, bias) in parts.items()}
 
 
 def fill(

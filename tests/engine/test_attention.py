@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from twostroke.engine.attention.paged_cpu import MAX_SCORES, PagedCPUBackend, PagedCPUPlan
-from twostroke.engine.attention.tiles import MAX_TILE_KEYS, build_tiles
+from twostroke.engine.attention.tiles import MAX_TILE_KEYS, Tiling, build_tiles
 from twostroke.stages.attention import AttentionBatch
 from twostroke.stages.specs import NULL_BLOCK, PAD_SLOT, AttentionLayerSpec, KVCacheGroupSpec
 
@@ -379,3 +379,44 @@ def test_a_first_prompt_needs_no_mask() -> None:
     (tile,) = build_tiles(World(Case(requests=[(0, 9)])).batch(), 4, None)
     assert tile.is_causal
     assert tile.mask is None
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("request_sizes", [(30, 1), (30, 7), (0, 19)])
+def test_keys_in_adjacent_slots_are_not_copied(request_sizes: tuple[int, int], window: int | None) -> None:
+    case = Case(requests=[request_sizes], block_size=64, window=window)  # all in one block
+    world = World(case)
+    (tile,) = build_tiles(world.batch(), 64, window)
+    assert isinstance(tile.slots, slice)
+    assert tile.slots.stop - tile.slots.start == tile.num_keys
+    check(case)
+
+
+def test_keys_of_adjacent_blocks_are_adjacent() -> None:
+    world = World(Case(requests=[(10, 1)]))
+    world.tables[0] = [1, 2, 3]
+    world.kv_cache.fill_(torch.nan)
+    for pool, history in zip(world.kv_cache, (world.keys[0], world.values[0]), strict=True):
+        pool.flatten(0, 1)[world.slots(0)[:10]] = history[:10]
+    (tile,) = build_tiles(world.batch(), 4, None)
+    assert tile.slots == slice(4, 15)
+    plan = world.case.plan()
+    plan.plan(world.batch())
+    torch.testing.assert_close(world.run(plan), world.expected(), atol=2e-5, rtol=2e-5)
+
+
+def test_decodes_of_scattered_lengths_go_back_to_their_places() -> None:
+    requests = [(length, 1) for length in (600, 3, 900, 5, 610, 4)]
+    batch = World(Case(requests=requests)).batch()
+    tiling = Tiling.of(build_tiles(batch, 4, None))
+    assert tiling.order is not None
+    assert sorted(tiling.order.tolist()) == list(range(6))
+    assert [part.stop - part.start for part in tiling.ranges] == [tile.num_reqs for tile in tiling.tiles]
+    check(Case(requests=requests, padded_reqs=2, padded_tokens=3))
+    check(Case(requests=[*requests, (0, 40), (7, 2)], padded_tokens=1))
+
+
+def test_tiles_in_order_need_no_copy_of_the_queries() -> None:
+    tiling = Tiling.of(build_tiles(World(Case(requests=[(3, 1), (4, 1), (0, 40)])).batch(), 4, None))
+    assert tiling.order is None
+    assert tiling.ranges == (slice(0, 2), slice(2, 42))
