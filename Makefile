@@ -46,8 +46,9 @@ format: $(VENV)/.installed-test ## rewrite the code as `make lint` wants it
 test-e2e: $(VENV)/.installed-test ## long end-to-end tests
 	$(ONE_THREAD) $(PYTEST) -m e2e tests
 
-soak: $(VENV)/.installed-test ## many minutes of random operations
-	$(ONE_THREAD) HYPOTHESIS_PROFILE=soak $(PYTEST) -m soak tests
+soak: $(VENV)/.installed-test ## many minutes of random steps with faults in them
+	$(ONE_THREAD) PYTHONPATH=tests/support $(BIN)/python tests/stateful/soak.py
+	$(ONE_THREAD) HYPOTHESIS_PROFILE=soak $(PYTEST) tests/stateful/test_runner_machine.py
 
 bench: $(VENV)/.installed-test ## the benchmarks, one after another, each with the command that repeats it
 	@for script in examples/benchmarks/*.py; do \

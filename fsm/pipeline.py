@@ -33,7 +33,8 @@ class Pipeline:
                 have two writers. The message names the stage, the record, the order and the cure.
         """
         wired: dict[str, Stage] = {}
-        for name, fn in stages:
+        for named in stages:
+            name, fn = _checked_pair(named)
             if name in wired:
                 raise WiringError(
                     f"there are two stages called {name!r}; pass another name=; order: {' ▸ '.join(wired)}"
@@ -110,6 +111,8 @@ class Pipeline:
         of its own.
         """
         inner = self._stages[self._known(name)]
+        if not callable(wrapper):
+            raise WiringError(f"wrap({name!r}) wants a function that takes the stage, got {wrapper!r:.80}")
         return self.replace(name, rewire(name, wrapper(inner.fn), inner))
 
     def remove(self, name: str) -> Pipeline:
@@ -158,6 +161,14 @@ class Pipeline:
 
     def _listed(self) -> str:
         return ", ".join(self._stages) or "none"
+
+
+def _checked_pair(named: tuple[str, StageFunction]) -> tuple[str, StageFunction]:
+    match named:
+        case (str(name), _) if name:
+            return named
+        case _:
+            raise WiringError(f"each stage is given as a pair of its name and a callable, got {named!r:.80}")
 
 
 def _annotation(record: Record) -> RecordType:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from .forward_context import ForwardContext, Model
+from .forward_context import NO_TAPS, ForwardContext, ForwardTaps, Model
 from .graphs import CUDAGraphRunner, GraphError, full_graph_rows
 from .records import (
     AttentionMetadata,
@@ -26,6 +26,7 @@ class Forward:
     """The forward stage, over a graph runner: each forward is called, captured or replayed by it.
 
     ``query_start_loc`` is the fixed buffer from which a FULL graph of a mixed batch reads where requests end.
+    ``taps`` look at what is computed on the way.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Forward:
         groups: Sequence[KVCacheGroupSpec],
         graphs: CUDAGraphRunner,
         query_start_loc: torch.Tensor,
+        taps: ForwardTaps = NO_TAPS,
     ) -> None:
         self._model = model
         self._kv_caches = kv_caches
@@ -45,6 +47,7 @@ class Forward:
         self._graphs = graphs
         self._execute = graphs.run
         self._query_start_loc = query_start_loc
+        self._taps = taps
 
     def capturing(self) -> Forward:
         """The same stage, capturing a graph where this one replays it."""
@@ -64,7 +67,8 @@ class Forward:
         num_tokens = len(inputs.input_ids)
         if execution.mode is CUDAGraphMode.FULL:
             hidden, logits = self._execute(execution, partial(self._to_logits, execution, attention), model_inputs)
-            return ExecuteModelState(_wanted_rows(logits, inputs, execution), hidden[:num_tokens])
+            logits = self._taps.logits(_wanted_rows(logits, inputs, execution))
+            return ExecuteModelState(logits, hidden[:num_tokens])
         parts: list[torch.Tensor] = []
         for index, part in enumerate(ubatches.padded):
             forward = partial(self._to_hidden, attention, index)
@@ -75,7 +79,7 @@ class Forward:
         hidden = (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_tokens]
         indices = inputs.logits_indices
         scored = hidden if len(indices) == num_tokens else hidden[indices]
-        return ExecuteModelState(self._model.compute_logits(scored), hidden)
+        return ExecuteModelState(self._taps.logits(self._model.compute_logits(scored)), hidden)
 
     def _to_hidden(
         self, attention: AttentionMetadata, ubatch: int, model_inputs: ModelInputs, segments: SegmentRunner
@@ -86,7 +90,7 @@ class Forward:
             spec=self._model.spec,
             plans=[plans[group] for group in self._group_of_layer],
             kv_caches=self._kv_caches,
-            segments=segments,
+            segments=self._taps.segments(segments, ubatch),
             ubatch=ubatch,
         )
         return self._model.forward(model_inputs, context)

@@ -12,6 +12,29 @@ from .attention import AttentionPlan
 from .records import EAGER_SEGMENTS, ModelInputs, SegmentRunner
 from .specs import ModelSpec
 
+Tap = Callable[[str, torch.Tensor], torch.Tensor]
+"""``tap(name, values)`` gives the values to go on with. Pieces of a model that name what they compute take one."""
+
+
+def untapped(name: str, values: torch.Tensor) -> torch.Tensor:
+    """The tap where nobody looks."""
+    return values
+
+
+class ForwardTaps:
+    """Where a forward lets itself be looked at, and steered. This one does nothing."""
+
+    def segments(self, segments: SegmentRunner, ubatch: int) -> SegmentRunner:
+        """What is to run the pieces of micro-batch ``ubatch``: ``segments``, or a runner that hands pieces a tap."""
+        return segments
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits ``[num_logits, vocab]`` to sample from."""
+        return logits
+
+
+NO_TAPS = ForwardTaps()
+
 
 @frozen(eq=False)
 class ForwardContext:

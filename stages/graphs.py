@@ -68,24 +68,42 @@ class GraphKey(NamedTuple):
 class CapturedKeys(Container[GraphKey]):
     """The graphs that exist now. Its runner writes it; dispatch reads it.
 
-    ``reason`` says why a key is not there.
+    ``reason`` says why a key is not there. While suspended, no graph may be used, though all are kept.
     """
 
     def __init__(self) -> None:
         self._keys: dict[GraphKey, None] = {}
-        self.reason = NOT_CAPTURED
+        self._reason = NOT_CAPTURED
+        self._suspended = ""
+
+    @property
+    def reason(self) -> str:
+        """Why a graph cannot be replayed now."""
+        return self._suspended or self._reason
+
+    @reason.setter
+    def reason(self, reason: str) -> None:
+        self._reason = reason
 
     def __contains__(self, key: object) -> bool:
         """Whether this graph can be replayed."""
-        return key in self._keys
+        return not self._suspended and key in self._keys
 
     def __iter__(self) -> Iterator[GraphKey]:
         """The keys, in order of capture."""
         return iter(self._keys)
 
     def __len__(self) -> int:
-        """How many graphs exist."""
-        return len(self._keys)
+        """How many graphs can be replayed."""
+        return 0 if self._suspended else len(self._keys)
+
+    def suspend(self, reason: str) -> None:
+        """Use no graph for now, for this reason (a constant text: dispatch counts by it)."""
+        self._suspended = reason
+
+    def resume(self) -> None:
+        """Use them again."""
+        self._suspended = ""
 
     def add(self, key: GraphKey) -> None:
         """A graph was captured."""

@@ -9,8 +9,8 @@ import torch
 from .block_table import BlockTable
 from .device import Device, Fence, HostArray
 
-POSITIONS, TOKEN_INDEX, LOGITS_INDICES = range(3)
-QUERY_START_LOC, SEQ_LENS = range(2)
+POSITIONS, TOKEN_INDEX, LOGITS_INDICES = 0, 1, 2
+QUERY_START_LOC, SEQ_LENS = 0, 1
 
 
 class StagedBuffer:

@@ -19,7 +19,7 @@ from attrs import define, frozen
 
 from ..fsm import Transaction
 from .block_table import BlockTable
-from .columns import Column
+from .columns import Column, ColumnRefused, check_extra, readers_of_extra
 from .device import Device, HostDevice
 from .io import BlockIds
 from .prompt_logprobs import PromptLogprobs
@@ -111,12 +111,50 @@ class RequestTable:
         self.owes_prompt_logprobs = np.zeros(self.num_rows, dtype=np.bool_)
         self.block_tables = tuple(BlockTable(self.num_rows, max_model_len, group) for group in groups)
         self.columns = tuple(columns)
+        self._readers_of_extra = readers_of_extra(columns)
         self.records: dict[str, RequestRecord] = {}
         self.rows: dict[str, int] = {}
         self.latest_output: StepOutput | None = None
         self._free_rows = [row for row in range(self.num_rows - 1, -1, -1) if row != NULL_ROW]
         self._uploads: list[tuple[int, int, TokenArray]] = []
         self._late: deque[tuple[LateTokens, TokenArray, Collection[int]]] = deque()
+
+    def add_column(self, column: Column) -> None:
+        """One more column, told of every request from now on.
+
+        Raises:
+            ColumnRefused: a request is live, or another column reads a parameter of the same name.
+        """
+        self._set_columns((*self.columns, column))
+
+    def remove_column(self, column: Column) -> None:
+        """Without ``column``.
+
+        Raises:
+            ColumnRefused: a request is live, or the column is not there.
+        """
+        if not any(other is column for other in self.columns):
+            raise ColumnRefused(f"the column {column!r} is not in the request table")
+        self._set_columns(tuple(other for other in self.columns if other is not column))
+
+    def _set_columns(self, columns: tuple[Column, ...]) -> None:
+        if self.records:
+            first = next(iter(self.records))
+            raise ColumnRefused(
+                f"{len(self.records)} requests are live ({first!r} is one), which a new column would know nothing of; "
+                "add and remove columns before the first request, or once all are finished"
+            )
+        readers = readers_of_extra(columns)
+        self.columns, self._readers_of_extra = columns, readers
+
+    def checked_extra(self, params: SamplingParams) -> SamplingParams:
+        """``params`` themselves, if columns read and accept all of ``extra``. From any thread.
+
+        Raises:
+            InvalidSamplingParams: naming the key of ``extra``.
+        """
+        check_extra(params, self._readers_of_extra)
+        return params
 
     def add(self, record: RequestRecord, tokens: TokenArray, transaction: Transaction) -> None:
         """Take in a new request and bind it to a row."""
@@ -182,6 +220,12 @@ class RequestTable:
             column.drop(row)
         self._free_rows.append(row)
 
+    def recover_rows(self) -> None:
+        """Free the rows that an interrupt kept from being freed when their step ended. Called while no step is open."""
+        if len(self._free_rows) + len(self.rows) < self.num_rows - 1:
+            for row in {*range(self.num_rows)} - {NULL_ROW, *self._free_rows, *self.rows.values()}:
+                self._release_row(row)
+
     def set_tokens(self, row: int, start: int, tokens: TokenArray, transaction: Transaction) -> None:
         """Write ``tokens`` at ``start`` and make them the last known ones."""
         stop = start + len(tokens)
@@ -196,7 +240,7 @@ class RequestTable:
 
     def _write(self, row: int, start: int, tokens: TokenArray) -> None:
         self.token_ids_host[row, start : start + len(tokens)] = tokens
-        if not self.device.shares_host_memory:
+        if len(tokens) and not self.device.shares_host_memory:
             self._uploads.append((row, start, tokens.copy()))
 
     def flush(self) -> None:
@@ -215,7 +259,7 @@ class RequestTable:
     def apply_late_tokens(self) -> None:
         """Take in what has arrived since the last step. Requests that moved on are found by record, not by row."""
         while self._late:
-            late, tokens, failed = self._late.popleft()
+            late, tokens, failed = self._late[0]
             in_place = self.generations[late.rows] == late.generations
             rows, positions = late.rows[in_place], late.positions[in_place]
             self.token_ids_host[rows, positions] = tokens[in_place]
@@ -223,6 +267,7 @@ class RequestTable:
                 late.records[index].take_token(int(late.positions[index]), int(tokens[index]), self.token_ids_host)
             for index in failed:
                 self._forget_token(late.records[index], int(late.positions[index]))
+            self._late.popleft()  # last: an interrupt before it only makes the same values be written again
 
     def _forget_token(self, record: RequestRecord, position: int) -> None:
         """There is no token at ``position`` after all."""

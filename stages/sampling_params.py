@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -17,14 +18,38 @@ ALL_LOGPROBS = -1
 """``logprobs`` / ``prompt_logprobs`` of -1 asks for the whole vocabulary."""
 
 
-def _ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
+# Converters never raise: what is not what it should be stays as it is, and the checks name its field.
 
 
-def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)
+def _optional_ids(value: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else _ids(value)
+
+
+def _ids(value: Iterable[int] | None) -> tuple[int, ...]:
+    try:
+        return () if value is None else tuple(map(operator.index, value))
+    except TypeError:
+        return value  # pyright: ignore[reportReturnType]
+
+
+def _words(value: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]:
+    try:
+        return () if value is None else tuple(map(_ids, value))
+    except TypeError:
+        return value  # pyright: ignore[reportReturnType]
+
+
+def _strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    try:
+        return () if value is None else tuple(value)
+    except TypeError:
+        return value  # pyright: ignore[reportReturnType]
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(token, int) for token in value)
 
 
 @frozen(kw_only=True)
@@ -35,7 +60,8 @@ class SamplingParams:
     Repetition penalty counts prompt and output, presence and frequency penalties the output only. ``eos_token_ids`` are
     the model's end-of-sequence ids, filled in by the engine: they end a request unless ``ignore_eos``, and are masked
     (like ``stop_token_ids``) until ``min_tokens`` were generated. ``bad_words`` are strings for the engine to tokenize;
-    the runner reads ``bad_words_token_ids``. ``stop`` strings are for the loop. ``extra`` is for plug-in stages.
+    the runner reads ``bad_words_token_ids``. ``stop`` strings are for the loop. ``extra`` is for plug-in stages:
+    the runner refuses names that none of its columns reads.
 
     Raises:
         InvalidSamplingParams: a value outside its domain.
@@ -53,8 +79,8 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = field(default=(), converter=_strings)
-    stop_token_ids: tuple[int, ...] = field(default=(), converter=tuple)
-    eos_token_ids: tuple[int, ...] = field(default=(), converter=tuple)
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=_ids)
+    eos_token_ids: tuple[int, ...] = field(default=(), converter=_ids)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -62,11 +88,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=_ids)
+    allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=_optional_ids)
     bad_words: tuple[str, ...] = field(default=(), converter=_strings)
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(
-        default=(), converter=lambda words: tuple(tuple(word) for word in words)
-    )
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default=(), converter=_words)
     extra: Mapping[str, Any] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -82,9 +106,11 @@ class SamplingParams:
             raise InvalidSamplingParams("repetition_penalty", f"must be above 0, got {self.repetition_penalty}")
         for name, low in _INTEGERS:
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
                 raise InvalidSamplingParams(name, f"must be an integer, got {value!r}")
-            if value is not None and value < low:
+            if value < low:
                 raise InvalidSamplingParams(name, f"must be at least {low}, got {value}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidSamplingParams("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}")
@@ -93,6 +119,17 @@ class SamplingParams:
         self._check_collections()
 
     def _check_collections(self) -> None:
+        for name in ("stop_token_ids", "eos_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if not _are_ids(ids) and not (ids is None and name == "allowed_token_ids"):
+                raise InvalidSamplingParams(name, f"must be a list of token ids, got {ids!r:.80}")
+        words = self.bad_words_token_ids
+        if not isinstance(words, tuple) or not all(map(_are_ids, words)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidSamplingParams("bad_words_token_ids", f"must be lists of token ids, got {words!r:.80}")
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            if not isinstance(texts, tuple) or not all(isinstance(text, str) for text in texts):
+                raise InvalidSamplingParams(name, f"must be a string or a list of strings, got {texts!r:.80}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidSamplingParams(
                 "allowed_token_ids", "is empty: no token could ever be sampled; use None for off"
@@ -101,7 +138,12 @@ class SamplingParams:
             raise InvalidSamplingParams("bad_words", "holds an empty word")
         if any(not text for text in self.stop):
             raise InvalidSamplingParams("stop", "holds an empty string, which every text contains")
-        for token, bias in (self.logit_bias or {}).items():
+        if not isinstance(self.extra, Mapping) or not all(isinstance(name, str) for name in self.extra):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidSamplingParams("extra", f"must map names to values, got {self.extra!r:.80}")
+        bias_of = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias_of, Mapping):
+            raise InvalidSamplingParams("logit_bias", f"must map token ids to biases, got {bias_of!r:.80}")
+        for token, bias in bias_of.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise InvalidSamplingParams("logit_bias", f"token id {token!r} is not a non-negative integer")
             if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
@@ -155,3 +197,4 @@ _INTEGERS = (
     ("prompt_logprobs", ALL_LOGPROBS),
     ("seed", -(2**63)),
 )
+_OPTIONAL = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})

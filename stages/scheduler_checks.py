@@ -15,8 +15,8 @@ from .io import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from .prompt_logprobs import PromptLogprobs
 from .records import IntArray
 from .request_table import RequestRecord, RequestTable, TokenArray, seed_of
-from .specs import NULL_BLOCK
 from .step_changes import Binding, Continuation, StepChanges, StepLimits
+from .step_reading import check_blocks, check_new, read_integers, read_tokens
 
 
 class SchedulerOutputCheck:
@@ -59,6 +59,8 @@ class SchedulerOutputCheck:
         if ids != counts.keys():
             self._refuse_ids(ids, counts.keys())
         total = sum(counts.values())
+        if not isinstance(total, int | np.integer):
+            raise InvalidSchedulerOutput(f"num_scheduled_tokens must be integers, they sum to {total!r}")
         if total != output.total_num_scheduled_tokens:
             raise InvalidSchedulerOutput(
                 f"total_num_scheduled_tokens is {output.total_num_scheduled_tokens}, the tokens sum to {total}"
@@ -75,6 +77,10 @@ class SchedulerOutputCheck:
                 raise InvalidSchedulerOutput(
                     f"scheduled_cached_reqs.{name} has {len(values)} entries for {len(cached.req_ids)} requests"
                 )
+        if cached.num_output_tokens and (fewest := min(cached.num_output_tokens)) < 0:
+            raise InvalidSchedulerOutput(
+                f"num_output_tokens is {fewest}", req_id=cached.req_ids[list(cached.num_output_tokens).index(fewest)]
+            )
         if cached.resumed_req_ids and (stray := cached.resumed_req_ids - ids):
             raise InvalidSchedulerOutput("is in resumed_req_ids but not scheduled", req_id=min(stray))
         for name in ("scheduled_spec_decode_tokens", "scheduled_encoder_inputs"):
@@ -92,16 +98,12 @@ class SchedulerOutputCheck:
 
     def _new(self, data: NewRequestData) -> Binding:
         req_id, limits = data.req_id, self._limits
-        for name in ("lora_request", "pooling_params", "prompt_embeds"):
-            if getattr(data, name) is not None:
-                raise InvalidSchedulerOutput(f"{name} needs a stage that this runner does not have", req_id=req_id)
-        if len(data.mm_features):
-            raise InvalidSchedulerOutput("mm_features need a stage that this runner does not have", req_id=req_id)
+        check_new(data)
         prompt = self._tokens(req_id, "prompt_token_ids", data.prompt_token_ids)
         if not len(prompt):
             raise InvalidSchedulerOutput("has an empty prompt", req_id=req_id)
         try:
-            params = data.sampling_params.checked_for(limits.vocab_size)
+            params = self._table.checked_extra(data.sampling_params.checked_for(limits.vocab_size))
         except InvalidSamplingParams as error:
             raise InvalidSchedulerOutput(str(error), req_id=req_id) from error
         tokens = prompt
@@ -139,7 +141,10 @@ class SchedulerOutputCheck:
             self._table.wait_for_tokens()
             tokens = self._table.token_ids_host[record.row, : self._table.num_tokens[record.row]].copy()
         if cached.num_output_tokens:
-            tokens = tokens[: len(record.prompt_token_ids) + cached.num_output_tokens[index]]
+            counted = len(record.prompt_token_ids) + cached.num_output_tokens[index]
+            if counted > len(tokens):
+                raise InvalidSchedulerOutput(_OTHER_COUNT.format(counted, len(tokens)), req_id=req_id)
+            tokens = tokens[:counted]
         block_ids = cached.new_block_ids[index] if cached.new_block_ids else None
         if block_ids is None:
             raise InvalidSchedulerOutput("is resumed without block ids", req_id=req_id)
@@ -153,7 +158,7 @@ class SchedulerOutputCheck:
         num_scheduled = self._output.num_scheduled_tokens[req_id]
         if num_scheduled < 1:
             raise InvalidSchedulerOutput(_NO_TOKENS.format(num_scheduled), req_id=req_id)
-        if computed < 0:
+        if computed < 0 or not isinstance(computed, int | np.integer):
             raise InvalidSchedulerOutput(f"num_computed_tokens is {computed}", req_id=req_id)
         if len(binding.tokens) > self._limits.max_model_len:
             raise InvalidSchedulerOutput(
@@ -170,7 +175,7 @@ class SchedulerOutputCheck:
                 f"schedule its prompt from position {wanted.num_done} (no prefix-cache hit)",
                 req_id=req_id,
             )
-        self._check_blocks(req_id, binding.block_ids)
+        check_blocks(binding.block_ids, len(self._table.block_tables), self._limits.num_blocks, req_id)
         for table, ids in zip(self._table.block_tables, binding.block_ids, strict=True):
             self._check_block_count(req_id, len(ids), computed + num_scheduled, table.block_size)
             if len(ids) > table.max_blocks:
@@ -187,7 +192,7 @@ class SchedulerOutputCheck:
         rows = self._rows(ids)
         counts = self._output.num_scheduled_tokens
         scheduled = np.array([counts[req_id] for req_id in ids], dtype=np.int64)
-        computed = np.array(cached.num_computed_tokens, dtype=np.int64)[kept]
+        computed = read_integers("num_computed_tokens", cached.num_computed_tokens)[kept]
         tokens, known = self._token_changes(cached, kept, rows)
         end = computed + scheduled
         # Most steps are right: one comparison of each kind, and only a wrong one is looked at closely.
@@ -211,7 +216,7 @@ class SchedulerOutputCheck:
         self, ids: Sequence[str], rows: IntArray, end: IntArray, blocks: Sequence[tuple[int, BlockIds]]
     ) -> None:
         for index, new_ids in blocks:
-            self._check_blocks(ids[index], new_ids)
+            check_blocks(new_ids, len(self._table.block_tables), self._limits.num_blocks, ids[index])
         for group, table in enumerate(self._table.block_tables):
             held, size, width = table.counts[rows], table.block_size, table.max_blocks
             for index, new_ids in blocks:
@@ -237,17 +242,24 @@ class SchedulerOutputCheck:
     ) -> tuple[list[tuple[int, int, TokenArray]], IntArray]:
         """Writes (row, start, tokens) for rewound or corrected requests, and every request's known count after."""
         table = self._table
-        known = table.num_tokens[rows]
+        expected = known = table.num_tokens[rows]
         changes: list[tuple[int, int, TokenArray]] = []
         if cached.num_output_tokens:
-            expected = table.num_prompt_tokens[rows] + np.array(cached.num_output_tokens, dtype=np.int64)[kept]
-            if (expected != known).any():
-                for position in np.flatnonzero(expected < known).tolist():
-                    changes.append((int(rows[position]), int(expected[position]), _NO_TOKEN_IDS))
-                    known[position] = expected[position]
-                self._check_outputs(cached, kept, expected, known)
-        if cached.new_token_ids or cached.all_token_ids:
+            expected = (
+                table.num_prompt_tokens[rows] + read_integers("num_output_tokens", cached.num_output_tokens)[kept]
+            )
+        is_told = bool(cached.new_token_ids or cached.all_token_ids)
+        if is_told or (expected != known).any():
+            # An undo puts back what is dropped or written over, so its value must be known. What arrives may take away
+            # tokens of requests that failed.
             table.wait_for_tokens()
+            known = table.num_tokens[rows]
+        if cached.num_output_tokens and (expected != known).any():
+            for position in np.flatnonzero(expected < known).tolist():
+                changes.append((int(rows[position]), int(expected[position]), _NO_TOKEN_IDS))
+                known[position] = expected[position]
+            self._check_outputs(cached, kept, expected, known)
+        if is_told:
             for position, index in enumerate(range(len(rows)) if isinstance(kept, slice) else kept):
                 change = self._token_change(cached, index, int(rows[position]), int(known[position]))
                 if change is not None:
@@ -268,6 +280,9 @@ class SchedulerOutputCheck:
         array = self._tokens(req_id, name, tokens)
         if not 0 <= start <= known or start + len(array) > self._limits.max_model_len:
             raise InvalidSchedulerOutput(f"{name} at {start} leave a gap or exceed max_model_len", req_id=req_id)
+        in_prompt = array[: max(int(self._table.num_prompt_tokens[row]) - start, 0)]
+        if not np.array_equal(in_prompt, self._table.token_ids_host[row, start : start + len(in_prompt)]):
+            raise InvalidSchedulerOutput(f"{name} at {start} differ from its prompt", req_id=req_id)
         behind = self._table.token_ids_host[row, start + len(array) : max(start + len(array), known)]
         return row, start, np.concatenate([array, behind])
 
@@ -281,8 +296,7 @@ class SchedulerOutputCheck:
             ] in cached.all_token_ids:
                 continue
             raise InvalidSchedulerOutput(
-                f"the scheduler counts {expected[position]} tokens, the runner knows {known[position]}",
-                req_id=cached.req_ids[index],
+                _OTHER_COUNT.format(expected[position], known[position]), req_id=cached.req_ids[index]
             )
 
     def _known(self, req_id: str) -> RequestRecord:
@@ -294,31 +308,13 @@ class SchedulerOutputCheck:
         return record
 
     def _tokens(self, req_id: str, name: str, tokens: Sequence[int]) -> TokenArray:
-        array = np.asarray(tokens, dtype=np.int64)
-        vocab = self._limits.vocab_size
-        if array.size and not (array.min() >= 0 and array.max() < vocab):
-            bad = array[(array < 0) | (array >= vocab)][0]
-            raise InvalidSchedulerOutput(f"{name} holds {bad}, outside the vocabulary of {vocab}", req_id=req_id)
-        return array.astype(np.int32)
+        return read_tokens(name, tokens, self._limits.vocab_size, req_id)
 
     def _all_tokens(self, req_id: str, name: str, tokens: Sequence[int], prompt: TokenArray) -> TokenArray:
         array = self._tokens(req_id, name, tokens)
         if not np.array_equal(array[: len(prompt)], prompt):
             raise InvalidSchedulerOutput(f"{name} does not start with its prompt", req_id=req_id)
         return array
-
-    def _check_blocks(self, req_id: str, block_ids: BlockIds) -> None:
-        if len(block_ids) != len(self._table.block_tables):
-            raise InvalidSchedulerOutput(
-                f"has block ids for {len(block_ids)} KV-cache groups, the runner has {len(self._table.block_tables)}",
-                req_id=req_id,
-            )
-        for ids in block_ids:
-            for block in ids:
-                if not NULL_BLOCK < block < self._limits.num_blocks:
-                    raise InvalidSchedulerOutput(
-                        f"block {block} is not in the pool of 1 … {self._limits.num_blocks - 1}", req_id=req_id
-                    )
 
     def _check_block_count(self, req_id: str, held: int, end: int, size: int) -> None:
         if held * size < end:
@@ -343,4 +339,5 @@ _NO_TOKEN_IDS: TokenArray = np.empty(0, dtype=np.int32)
 _NO_TOKENS = "schedules {} tokens; schedule at least one or leave it out of the step"
 _BEYOND_KNOWN = "schedules tokens beyond what is known: {} computed + {} scheduled, {} known"
 _TOO_FEW_BLOCKS = "{} blocks of {} tokens are too few for {} tokens"
+_OTHER_COUNT = "the scheduler counts {} tokens, the runner knows {}"
 _TOO_MANY_BLOCKS = "{} blocks are more than the {} that max_model_len needs"

@@ -26,6 +26,7 @@ class UpdateStates:
             InvalidSchedulerOutput: naming the request and the reason.
         """
         table = self._table
+        table.recover_rows()
         table.apply_late_tokens()
         changes = SchedulerOutputCheck(scheduler_output, table, self._limits).changes
         for record in changes.finished:

@@ -9,8 +9,8 @@ import torch
 from attrs import evolve
 from twostroke.stages.attention import AttentionBatch
 from twostroke.stages.build_attn import BuildAttn
-from twostroke.stages.graphs import PlanCache
 from twostroke.stages.device import HostDevice
+from twostroke.stages.graphs import PlanCache
 from twostroke.stages.input_buffers import InputBuffers
 from twostroke.stages.prepare_inputs import PrepareInputs
 from twostroke.stages.records import Batch, BatchDescriptor, BatchExecutionDescriptor, CUDAGraphMode

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from twostroke.fsm import Transaction
 from twostroke.stages.commit import Commit
-from twostroke.stages.errors import RequestFailed
 from twostroke.stages.device import HostDevice
+from twostroke.stages.errors import RequestFailed
 from twostroke.stages.input_buffers import InputBuffers
 from twostroke.stages.io import ModelRunnerOutput
 from twostroke.stages.prepare_inputs import PrepareInputs
 from twostroke.stages.records import Batch, LogprobsTensors, PreparedInputs, SamplerOutput
+
+
+def fail(error: BaseException) -> None:
+    """Nothing may go wrong late here."""
+    raise AssertionError("an output could not be collected") from error
 
 
 def opened(kit: Any, step: Any) -> tuple[Batch, PreparedInputs, Transaction]:
@@ -26,7 +30,7 @@ def opened(kit: Any, step: Any) -> tuple[Batch, PreparedInputs, Transaction]:
 
 def commit(kit: Any, opened: tuple[Batch, PreparedInputs, Transaction], output: SamplerOutput) -> ModelRunnerOutput:
     batch, inputs, transaction = opened
-    late = Commit(kit.table, kit.limits.vocab_size, on_error=pytest.fail)(output, batch, inputs, transaction)
+    late = Commit(kit.table, kit.limits.vocab_size, on_error=fail)(output, batch, inputs, transaction)
     assert late.ready()
     result = late.get_output()
     assert late.get_output() is result

@@ -21,6 +21,11 @@ from twostroke.stages.sampling_params import SamplingParams
 from twostroke.stages.specs import NULL_ROW
 
 
+def fail(error: BaseException) -> None:
+    """Nothing may go wrong late here."""
+    raise AssertionError("an output could not be collected") from error
+
+
 def buffers_for(table: RequestTable, max_tokens: int = 32) -> InputBuffers:
     return InputBuffers(
         max_tokens=max_tokens,
@@ -90,7 +95,7 @@ def test_S8_prompt_logprobs_cover_every_position_once(
 ) -> None:
     prompt = [10, 11, 12, 13, 14, 15, 16]
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    prepare, commit = PrepareInputs(kit.table, buffers), Commit(kit.table, 50, pytest.fail)
+    prepare, commit = PrepareInputs(kit.table, buffers), Commit(kit.table, 50, fail)
     computed, delivered, sampled = 0, list[LogprobsLists](), list[list[int]]()
     for count in chunks:
         if computed == 0:
@@ -129,7 +134,7 @@ def test_prompt_of_one_token_delivers_an_empty_table(kit: Any, build: Any, buffe
     inputs = PrepareInputs(kit.table, buffers)(batch)
     assert inputs.prompt_spans == (PromptSpan(0, 0, 0, 0),)
     result = SamplerOutput(torch.tensor([9]), prompt_logprobs=(logprob_rows([]),))
-    output = Commit(kit.table, 50, pytest.fail)(result, batch, inputs, transaction).get_output()
+    output = Commit(kit.table, 50, fail)(result, batch, inputs, transaction).get_output()
     empty = output.prompt_logprobs_dict["a"]
     assert empty is not None
     assert len(empty.logprobs) == 0

@@ -198,6 +198,12 @@ class Driver:
         """One step; returns the output that was collected (the oldest in flight), if ``depth`` asked for that."""
         return self.run(self.output(counts, preempted, shuffle), grammar)
 
+    def stepped(self, counts: Mapping[str, int], grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
+        """One step that is waited for at once."""
+        output = self.step(counts, grammar=grammar)
+        assert output is not None, "stepped() needs depth 1"
+        return output
+
     def run(self, output: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput | None:
         """Execute and sample a scheduler output."""
         result = self.runner.execute_model(output)

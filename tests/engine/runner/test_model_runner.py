@@ -62,7 +62,7 @@ def test_F2_wrong_orders_are_named_and_change_nothing(runner: ModelRunner, drive
 
 
 def test_F2_a_step_without_samples_gives_an_output_not_none(driver: Driver) -> None:
-    result = driver.step({"a": 2})
+    result = driver.stepped({"a": 2})
     assert isinstance(result, ModelRunnerOutput)
     assert result.sampled_token_ids == [[]]
 
@@ -291,8 +291,8 @@ def test_a_replaced_sampler_decides(runner: ModelRunner, driver: Driver) -> None
 
     with runner.stages.restored():
         runner.stages.replace("sample", always_seven)
-        assert driver.step({"a": 3}).sampled_token_ids == [[7]]
-    assert driver.step({"b": 2}).sampled_token_ids != [[7]]
+        assert driver.stepped({"a": 3}).sampled_token_ids == [[7]]
+    assert driver.stepped({"b": 2}).sampled_token_ids != [[7]]
 
 
 def test_edits_are_refused_while_a_step_is_open_and_checked_always(runner: ModelRunner, driver: Driver) -> None:
@@ -387,7 +387,7 @@ def test_W6_nan_logits_end_only_their_request(
     sick = Wish("sick", (9, 8, 7), 4)
     driver.add(sick, *wishes[:2])
     runner.stages.insert(spoil("sick", float("nan")), after="forward", name="spoil")
-    result = driver.step({req_id: len(request.wish.prompt) for req_id, request in driver.requests.items()})
+    result = driver.stepped({req_id: len(request.wish.prompt) for req_id, request in driver.requests.items()})
     assert set(result.request_errors) == {"sick"}
     assert result.num_nans_in_logits == {"sick": runner.spec.vocab_size}
     driver.finish("sick")
@@ -404,24 +404,24 @@ def test_S3_grammar_rows_are_matched_by_id(runner: ModelRunner) -> None:
     mask = np.zeros((2, words), dtype=np.int32)
     mask[0, 2 // 32], mask[1, 1 // 32] = 1 << 2, 1 << 1
     grammar = GrammarOutput(structured_output_request_ids=["B", "A"], grammar_bitmask=mask)
-    free = driver.step({"p": 2, "q": 2}).sampled_token_ids
+    free = driver.stepped({"p": 2, "q": 2}).sampled_token_ids
     driver.requests["p"].tokens.pop()
     driver.requests["q"].tokens.pop()
     again = Driver(runner, 1)
     again.finished = list("pq")
     again.add(*(request.wish for request in driver.requests.values()))
-    result = again.step({"p": 2, "A": 2, "q": 2, "B": 1}, grammar=grammar)
+    result = again.stepped({"p": 2, "A": 2, "q": 2, "B": 1}, grammar=grammar)
     sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
     assert [sampled["p"], sampled["q"]] == free
     assert sampled["A"] == [1]
     assert sampled["B"] == []
-    assert again.step({"B": 2}, grammar=grammar).sampled_token_ids == [[2]]
+    assert again.stepped({"B": 2}, grammar=grammar).sampled_token_ids == [[2]]
 
 
 def test_outputs_stay_readable_after_the_next_step(runner: ModelRunner) -> None:
     driver = Driver(runner)
     driver.add(Wish("a", (1, 2, 3), 4, GREEDY))
-    first = driver.step({"a": 3})
+    first = driver.stepped({"a": 3})
     kept = first.logprobs.logprobs.copy() if first.logprobs is not None else None
     for _ in range(3):
         driver.step({"a": 1})

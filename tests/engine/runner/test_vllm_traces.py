@@ -112,7 +112,7 @@ def test_every_token_and_logprob_of_a_recorded_run(
     for number, step in enumerate(steps, 1):
         result = runner.execute_model(scheduler_output(step, setup["sampling"]))
         if result is None:
-            result = runner.sample_tokens()
+            result = runner.sample_tokens().get_output()
         recorded = step["output"]
         assert set(result.req_ids) == set(recorded["req_ids"])
         expected = dict(zip(recorded["req_ids"], recorded["sampled_token_ids"], strict=True))

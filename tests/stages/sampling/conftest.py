@@ -74,7 +74,7 @@ class SamplingKit:
         sampling: Sequence[tuple[int, int]] | None = None,
         spans: Sequence[PromptSpan] = (),
     ) -> SampledOnHost:
-        """Sample a batch and wait for it; ``sampling`` lists (batch index, logits row), by default every request in order."""
+        """Sample a batch and wait for it; ``sampling`` lists (batch index, logits row), by default all in order."""
         req_ids = list(self.rows) if req_ids is None else req_ids
         sampling = [(index, index) for index in range(len(req_ids))] if sampling is None else sampling
         rows = np.array([self.rows[req_id] for req_id in req_ids], dtype=np.int64)

@@ -11,7 +11,6 @@ import torch
 from twostroke.stages.device import HostDevice
 from twostroke.stages.records import SamplerOutput
 from twostroke.stages.sampling.logprobs import gather_logprobs, top_tokens
-from twostroke.stages.step_output import SampledDownload
 from twostroke.stages.sampling.masks import (
     add_logit_bias,
     apply_allowed_token_ids,
@@ -21,6 +20,7 @@ from twostroke.stages.sampling.masks import (
 )
 from twostroke.stages.sampling.penalties import History, Penalties, apply_penalties
 from twostroke.stages.sampling.truncation import min_p_floor, top_k_floor, top_p_floor
+from twostroke.stages.step_output import SampledDownload
 
 INF = math.inf
 
