@@ -54,10 +54,15 @@ class ChatTemplate:
                 return cls(file.read_text(encoding="utf-8"), special_tokens)
             except (OSError, UnicodeDecodeError) as error:
                 raise ChatTemplateError(f"{file} cannot be read: {error}") from error
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            return cls({named["name"]: named["template"] for named in template}, special_tokens)
-        return cls(template or {}, special_tokens)
+        sources = config.get("chat_template") or {}
+        if isinstance(sources, list):
+            try:
+                sources = {named["name"]: named["template"] for named in sources}
+            except (TypeError, KeyError) as error:
+                raise ChatTemplateError(f"{folder}: of several chat templates each needs name and template") from error
+        if not isinstance(sources, (str, dict)):
+            raise ChatTemplateError(f"{folder}: chat_template must be a text or a list of them, got {sources!r:.80}")
+        return cls(sources, special_tokens)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate:
@@ -71,7 +76,7 @@ class ChatTemplate:
         special_tokens: dict[str, str] = {}
         for name, role in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
             token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
-            if token_id is not None and token_id < len(tokens):
+            if isinstance(token_id, int) and 0 <= token_id < len(tokens):
                 special_tokens[f"{name}_token"] = tokens[token_id]
         return cls(sources, special_tokens)
 

@@ -8,9 +8,23 @@ import torch
 
 from ..stages.specs import ModelSpec
 from .config import DTYPES, EngineConfig, InvalidConfig
-from .kv_cache import block_bytes
+from .kv_cache import block_bytes, kv_cache_groups
 
 _MAX_AUTO_CAPTURE_SIZE = 256
+_MODES = ("auto", "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+_INTEGERS = (
+    # name, the least it may be, whether it may be "auto"
+    ("max_num_seqs", 1, False),
+    ("max_num_batched_tokens", 1, False),
+    ("block_size", 1, False),
+    ("max_model_len", 1, True),
+    ("num_kv_blocks", 2, True),
+    ("kv_cache_memory_bytes", 1, False),
+    ("num_ubatches", 1, False),
+    ("ubatch_decode_threshold", 0, False),
+    ("ubatch_prefill_threshold", 0, False),
+    ("seed", -(2**63), False),
+)
 
 
 def resolved(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
@@ -19,12 +33,18 @@ def resolved(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     Raises:
         InvalidConfig: naming the value, what is wrong with it, and what would work.
     """
-    _check_sizes(config)
+    _check_values(config)
     device = resolved_device(config.device)
     dtype = resolved_dtype(config.dtype)
     max_model_len = _max_model_len(config, spec)
     num_kv_blocks = _num_kv_blocks(config, spec, DTYPES[dtype])
-    usable = (num_kv_blocks - 1) * config.block_size
+    # Every KV-cache group keeps all tokens of a request, in blocks of the one pool.
+    num_groups = len(kv_cache_groups(spec, config.block_size))
+    usable = (num_kv_blocks - 1) // max(num_groups, 1) * config.block_size
+    if not usable:
+        raise InvalidConfig(
+            f"{num_kv_blocks} KV blocks hold no block for each of {num_groups} groups of layers; raise num_kv_blocks"
+        )
     if max_model_len > usable:
         if config.max_model_len != "auto":
             raise InvalidConfig(
@@ -61,25 +81,41 @@ def resolved_dtype(dtype: str) -> str:
     return dtype
 
 
-def _check_sizes(config: EngineConfig) -> None:
-    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_ubatches"):
+def _check_values(config: EngineConfig) -> None:
+    """What can be said of each value on its own."""
+    for name, low, may_be_auto in _INTEGERS:
         value = getattr(config, name)
-        if not isinstance(value, int) or value < 1:
-            raise InvalidConfig(f"{name} must be a positive integer, got {value!r}")
+        if may_be_auto and value == "auto":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            hint = " (block 0 is the null block)" if name == "num_kv_blocks" else ""
+            auto = " or 'auto'" if may_be_auto else ""
+            raise InvalidConfig(f"{name} must be an integer of at least {low}{hint}{auto}, got {value!r}")
+    for name in ("enable_prefix_caching", "async_scheduling", "batch_invariant"):
+        if not isinstance(getattr(config, name), bool):
+            raise InvalidConfig(f"{name} must be True or False, got {getattr(config, name)!r}")
+    if config.seed >= 2**64:
+        raise InvalidConfig(f"seed must fit 64 bits, got {config.seed}")
+    if config.cudagraph_mode not in _MODES:
+        raise InvalidConfig(f"cudagraph_mode {config.cudagraph_mode!r} is not one of {', '.join(_MODES)}")
+    if not isinstance(config.stages, tuple) or any(
+        not isinstance(text, str) for pair in config.stages for text in pair
+    ):
+        raise InvalidConfig(f"stages must be pairs of a place and the name of a stage, got {config.stages!r:.80}")
+    sizes = config.cudagraph_capture_sizes
+    if sizes != "auto" and not (isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes)):
+        raise InvalidConfig(f"cudagraph_capture_sizes must be a list of integers or 'auto', got {sizes!r:.80}")
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise InvalidConfig(
             f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
             "a decode step of every request would not fit"
         )
-    for name in ("ubatch_decode_threshold", "ubatch_prefill_threshold"):
-        if getattr(config, name) < 0:
-            raise InvalidConfig(f"{name} must not be negative, got {getattr(config, name)}")
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     if config.max_model_len == "auto":
         return spec.max_position
-    if not 1 <= config.max_model_len <= spec.max_position:
+    if config.max_model_len > spec.max_position:
         raise InvalidConfig(
             f"max_model_len {config.max_model_len} must be between 1 and the model's {spec.max_position} positions"
         )
@@ -88,10 +124,6 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 def _num_kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
     if config.num_kv_blocks != "auto":
-        if config.num_kv_blocks < 2:
-            raise InvalidConfig(
-                f"num_kv_blocks must be at least 2 (block 0 is the null block), got {config.num_kv_blocks}"
-            )
         return config.num_kv_blocks
     size = block_bytes(spec.attention_layers, config.block_size, dtype)
     budget = min(config.kv_cache_memory_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
@@ -107,7 +139,7 @@ def _capture_sizes(config: EngineConfig, mode: str, max_model_len: int) -> tuple
     limit = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
     if sizes == "auto":
         top = min(_MAX_AUTO_CAPTURE_SIZE, config.max_num_seqs)
-        return tuple(sorted({1, 2, 4, *range(8, top + 1, 8), top}))
+        return tuple(sorted(size for size in {1, 2, 4, *range(8, top + 1, 8), top} if size <= limit))
     if not sizes or sizes[0] < 1 or sizes[-1] > limit:
         raise InvalidConfig(
             f"cudagraph_capture_sizes {sizes} must lie between 1 and {limit}, the tokens of the largest step"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from ..fsm import Pipeline, Transaction, WiringError
+from ..fsm import InputRefused, Pipeline, Transaction, WiringError
 from ..stages.dispatch import FixedDispatch
 from ..stages.forward import Forward
 from ..stages.io import SchedulerOutput
@@ -35,14 +35,22 @@ class DummyRuns:
         self._parts = parts
 
     def run(self, num_tokens: int) -> None:
-        """One forward pass of ``num_tokens`` tokens, dispatched like a real step of decodes."""
+        """One forward pass of ``num_tokens`` tokens, dispatched like a real step of decodes.
+
+        Raises:
+            InputRefused: more tokens than the largest step has, or none.
+        """
+        most = self._most_tokens
+        if not isinstance(num_tokens, int) or not 1 <= num_tokens <= most:
+            raise InputRefused(
+                f"a dummy run takes 1 to {most} tokens, the tokens of the largest step; got {num_tokens!r}"
+            )
         self._run(self._batch(num_tokens, min(num_tokens, self._parts.config.max_num_seqs)), self._parts.stages.dummy)
 
     def profile(self) -> ProfileResult:
         """The largest batch that the limits allow: all tokens, spread over all requests, logits for each."""
         config = self._parts.config
-        num_reqs = config.max_num_seqs
-        num_tokens = min(config.max_num_batched_tokens, num_reqs * self._parts.table.max_model_len)
+        num_reqs, num_tokens = config.max_num_seqs, self._most_tokens
         before, start = _peak_bytes(), time.perf_counter()
         self._run(self._batch(num_tokens, num_reqs), self._parts.stages.dummy)
         seconds = time.perf_counter() - start
@@ -72,6 +80,12 @@ class DummyRuns:
         """One forward pass of exactly this plan, through the dummy pipeline or one derived from it."""
         pipeline = pipeline or self._parts.stages.dummy
         self._run(self._batch(plan.num_tokens, plan.num_reqs), pipeline.replace("dispatch", FixedDispatch(plan)))
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of the largest step that the limits allow."""
+        config = self._parts.config
+        return min(config.max_num_batched_tokens, config.max_num_seqs * self._parts.table.max_model_len)
 
     def _batch(self, num_tokens: int, num_reqs: int) -> Batch:
         counts = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int64)

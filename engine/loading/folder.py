@@ -52,7 +52,10 @@ class FolderCheckpoint:
         file = self.path / "generation_config.json"
         generation = _read_json(file) if file.is_file() else {}
         ids = generation.get("eos_token_id", self.config.get("eos_token_id"))
-        return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+        listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(token, int) for token in listed):
+            raise ModelLoadError(f"{self.path}: eos_token_id must be a token id or a list of them, got {ids!r}")
+        return tuple(listed)
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, if the folder has a ``tokenizer.json``."""
@@ -79,8 +82,10 @@ class FolderCheckpoint:
     def _shards(self) -> list[Path]:
         index = self.path / INDEX
         if index.is_file():
-            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            files = [self.path / name for name in names]
+            shard_of = _read_json(index).get("weight_map", {})
+            if not isinstance(shard_of, dict) or not all(isinstance(name, str) for name in shard_of.values()):
+                raise ModelLoadError(f"{index}: 'weight_map' must map the names of tensors to files")
+            files = [self.path / name for name in sorted(set(shard_of.values()))]
         elif (self.path / "model.safetensors").is_file():
             files = [self.path / "model.safetensors"]
         else:

@@ -99,6 +99,10 @@ class GGUFFile:
             metadata[key] = cursor.value(cursor.scalar("I"))
         infos = [_TensorInfo.read(cursor) for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+            raise ModelLoadError(
+                f"{self.path}: general.alignment must be a power of two of at least 8, got {alignment}"
+            )
         start = -(-cursor.position // alignment) * alignment
         return metadata, {info.name: self._located(info, start) for info in infos}
 
@@ -109,10 +113,12 @@ class GGUFFile:
         except ValueError as error:
             raise UnsupportedModel(f"{where} has unknown data type {info.kind}") from error
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        if not info.shape or info.shape[-1] % block_size:
+        if not math.prod(info.shape) or not info.shape or info.shape[-1] % block_size:
             raise ModelLoadError(f"{where} of shape {list(info.shape)} is not whole {kind.name} blocks")
         num_bytes = math.prod(info.shape) // block_size * block_bytes
         offset = start + info.offset
+        if info.offset % 8:
+            raise ModelLoadError(f"{where} starts at byte {info.offset} of the data, which is not aligned")
         if offset + num_bytes > len(self._data):
             raise ModelLoadError(
                 f"{where} ends {offset + num_bytes - len(self._data)} bytes after the file: it is cut off"

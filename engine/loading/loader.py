@@ -77,14 +77,14 @@ def load_model(
         dtype: a torch dtype or its name; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
 
     Raises:
-        ModelLoadError: a model that is missing, corrupt, incomplete or not supported.
+        ModelLoadError: a model that is missing, corrupt, incomplete or not supported, or a device that is not there.
         TokenizerError: its tokenizer cannot be built.
     """
+    device = _resolved_device(device)
     checkpoint = open_checkpoint(path_or_id)
     config = _decoder_config(checkpoint)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
     tokenizer = checkpoint.tokenizer()
-    model = Decoder(config, device=device, dtype=_resolved_dtype(dtype, device, checkpoint))
+    model = _empty_model(config, checkpoint, device, _resolved_dtype(dtype, device, checkpoint))
     try:
         model.load_weights(checkpoint.tensors())
     except WeightsError as error:
@@ -118,6 +118,28 @@ def _decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
         return DecoderConfig.from_dict(checkpoint.config)
     except ModelLoadError as error:
         raise type(error)(f"{checkpoint.path}: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        # Values of kinds that no reader expects, such as a list for a number.
+        problem = f"{type(error).__name__}: {error}"
+        raise ModelLoadError(f"{checkpoint.path}: its configuration is malformed ({problem})") from error
+
+
+def _empty_model(config: DecoderConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
+    try:
+        return Decoder(config, device=device, dtype=dtype)
+    except RuntimeError as error:  # torch has no other type for this on a CPU
+        raise ModelLoadError(f"{checkpoint.path}: no memory for a model of this size on {device}: {error}") from error
+
+
+def _resolved_device(device: torch.device | str) -> torch.device:
+    try:
+        chosen = (
+            torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
+        )
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, TypeError) as error:  # as torch says it depends on how it was built
+        raise ModelLoadError(f"device {device!r:.80} cannot be used: {error}") from error
+    return chosen
 
 
 def _resolved_dtype(dtype: torch.dtype | str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
-def open_checkpoint(path_or_id: str) -> Checkpoint:
+def open_checkpoint(path_or_id: str | os.PathLike[str]) -> Checkpoint:
     """Open a Hugging Face folder, a GGUF file, ``"smollm2"`` (the packaged file) or a hub id ``org/name``.
 
     What exists as a path is a path. A hub id is looked up in the local cache first.
@@ -25,19 +26,24 @@ def open_checkpoint(path_or_id: str) -> Checkpoint:
     Raises:
         ModelLoadError: nothing there, or it cannot be read; the message says what to do.
     """
-    path = Path(path_or_id).expanduser()
+    try:
+        name = os.fspath(path_or_id)
+        path = Path(name).expanduser()
+        path.exists()
+    except (TypeError, OSError, RuntimeError) as error:  # not a path, too long for one, no such user
+        raise ModelLoadError(f"model {path_or_id!r:.80} cannot be looked up: {error}") from error
     if path.is_dir():
         return FolderCheckpoint(path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelLoadError(f"{path} is no GGUF file; for safetensors, pass the folder with its config.json")
         return GGUFCheckpoint(path)
-    if path_or_id == PACKAGED_NAME:
+    if name == PACKAGED_NAME:
         return GGUFCheckpoint(packaged_file())
-    if _HUB_ID.fullmatch(path_or_id) and path.suffix.lower() != ".gguf":
-        return FolderCheckpoint(_hub_folder(path_or_id))
+    if _HUB_ID.fullmatch(name) and path.suffix.lower() != ".gguf":
+        return FolderCheckpoint(_hub_folder(name))
     raise ModelLoadError(
-        f"model {path_or_id!r} does not exist: pass a Hugging Face folder, a GGUF file, "
+        f"model {name!r} does not exist: pass a Hugging Face folder, a GGUF file, "
         f"a hub id like 'org/name', or {PACKAGED_NAME!r}"
     )
 
