@@ -12,6 +12,7 @@ from ..stages.commit import Commit
 from ..stages.coordinator import SoloCoordinator
 from ..stages.dispatch import Dispatch, DispatchTable, UBatchPolicy
 from ..stages.forward import Forward
+from ..stages.forward_context import NO_TAPS
 from ..stages.graphs import CUDAGraphRunner, PlanCache
 from ..stages.input_buffers import InputBuffers
 from ..stages.prepare_inputs import PrepareInputs
@@ -22,16 +23,20 @@ from ..stages.sampling.columns import SamplingColumns
 from ..stages.step_changes import StepLimits
 from ..stages.ubatch_slice import SliceUBatches
 from ..stages.update_states import UpdateStates
+from .attention.invariant_cpu import InvariantCPUBackend
 from .attention.paged_cpu import PagedCPUBackend
 from .config import DTYPES, EngineConfig
 from .graphs import ClosureGraphRunner, EagerRunner
 from .kv_cache import KVCache, kv_cache_groups
+from .models.invariant import InvariantModel
+from .plugins import apply_stages
 from .stage_set import StageSet
 
 if TYPE_CHECKING:
     from ..fsm import StepMachine
+    from ..stages.attention import AttentionBackend
     from ..stages.device import Device
-    from ..stages.forward_context import Model
+    from ..stages.forward_context import ForwardTaps, Model
     from ..stages.specs import KVCacheGroupSpec
 
 
@@ -51,16 +56,26 @@ class Assembly:
 
 
 def assemble(
-    model: Model, config: EngineConfig, machine: StepMachine, device: Device, on_error: Callable[[BaseException], None]
+    model: Model,
+    config: EngineConfig,
+    machine: StepMachine,
+    device: Device,
+    on_error: Callable[[BaseException], None],
+    taps: ForwardTaps = NO_TAPS,
 ) -> Assembly:
-    """Everything for one model and one resolved configuration; stages are editable while ``machine`` is idle."""
+    """Everything for one model and one resolved configuration; stages are editable while ``machine`` is idle.
+
+    Raises:
+        PluginError, WiringError: a stage that the configuration names can't be found, made, or put in place.
+    """
     spec = model.spec
-    max_model_len, num_blocks = _decided(config.max_model_len), _decided(config.num_kv_blocks)
+    model, attention = _kernels(model, config)
     groups = kv_cache_groups(spec, config.block_size)
-    rows = config.max_num_seqs * 2 + 1
-    columns = SamplingColumns(rows, spec.vocab_size)
+    columns = SamplingColumns(config.max_num_seqs * 2 + 1, spec.vocab_size)
+    limits = _limits(config, spec.vocab_size)
+    max_num_seqs, max_model_len = limits.max_num_seqs, limits.max_model_len
     table = RequestTable(
-        max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, groups=groups, columns=(columns,), device=device
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, groups=groups, columns=(columns,), device=device
     )
     buffers = InputBuffers(
         max_tokens=config.max_num_batched_tokens,
@@ -68,18 +83,9 @@ def assemble(
         block_tables=table.block_tables,
         device=device,
     )
-    kv_cache = KVCache(spec, num_blocks, config.block_size, dtype=DTYPES[config.dtype], device=config.device)
+    kv_cache = KVCache(spec, limits.num_blocks, config.block_size, dtype=DTYPES[config.dtype], device=config.device)
     graphs = EagerRunner() if config.cudagraph_mode == "NONE" else ClosureGraphRunner()
-    plans = PlanCache(PagedCPUBackend(), groups)
     dispatch = _dispatch(config, graphs)
-    limits = StepLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        vocab_size=spec.vocab_size,
-        engine_seed=config.seed,
-    )
     update_states = UpdateStates(table, limits)
     stages = StageSet(
         execute=(
@@ -87,16 +93,16 @@ def assemble(
             ("prepare_inputs", PrepareInputs(table, buffers)),
             ("dispatch", dispatch),
             ("ubatch_slice", SliceUBatches(config.num_ubatches)),
-            ("build_attn", BuildAttn(table, buffers, plans)),
+            ("build_attn", BuildAttn(table, buffers, PlanCache(attention, groups))),
             ("preprocess", Preprocess(buffers)),
-            ("forward", Forward(model, kv_cache.layers, groups, graphs, buffers.query_start_loc)),
+            ("forward", Forward(model, kv_cache.layers, groups, graphs, buffers.query_start_loc, taps)),
         ),
         sample=(("sample", Sample(columns, table)), ("commit", Commit(table, spec.vocab_size, on_error))),
         skip=(("update_states", update_states), ("idle_dispatch", dispatch.idle_step)),
         between_steps=lambda call, work: machine.fire("dummy", work, call=call),
         on_graph_edit=graphs.drop,
     )
-    return Assembly(
+    parts = Assembly(
         config=config,
         groups=groups,
         kv_cache=kv_cache,
@@ -107,6 +113,26 @@ def assemble(
         dispatch=dispatch,
         stages=stages,
     )
+    apply_stages(config.stages, parts)
+    return parts
+
+
+def _limits(config: EngineConfig, vocab_size: int) -> StepLimits:
+    return StepLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=_decided(config.max_model_len),
+        num_blocks=_decided(config.num_kv_blocks),
+        vocab_size=vocab_size,
+        engine_seed=config.seed,
+    )
+
+
+def _kernels(model: Model, config: EngineConfig) -> tuple[Model, AttentionBackend]:
+    """The model and its attention, as they are or in the forms that give a row the same bits in every batch."""
+    if config.batch_invariant:
+        return InvariantModel(model), InvariantCPUBackend()
+    return model, PagedCPUBackend()
 
 
 def _dispatch(config: EngineConfig, graphs: CUDAGraphRunner) -> Dispatch:

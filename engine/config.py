@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from attrs import evolve, field, frozen
@@ -19,7 +20,18 @@ class InvalidConfig(TwoStrokeError, ValueError):
 
 
 def _sizes(value: Iterable[int] | Literal["auto"]) -> tuple[int, ...] | Literal["auto"]:
-    return value if isinstance(value, str) else tuple(sorted({int(size) for size in value}))
+    try:
+        return value if isinstance(value, str) else tuple(sorted({operator.index(size) for size in value}))
+    except TypeError:  # what is no list of integers stays as it is, for `resolve` to name it
+        return value  # pyright: ignore[reportReturnType]
+
+
+def _pairs(value: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    try:
+        pairs: Any = value.items() if isinstance(value, Mapping) else value
+        return tuple((place, spec) for place, spec in pairs)
+    except (TypeError, ValueError):  # as above
+        return value  # pyright: ignore[reportReturnType]
 
 
 @frozen(kw_only=True)
@@ -31,6 +43,9 @@ class EngineConfig:
     ``async_scheduling`` makes ``sample_tokens`` return an output that is still on its way; without it, it waits.
     ``cudagraph_mode`` is one of NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE; on a CPU the graphs are
     stand-ins that replay closures over fixed buffers ("auto" is NONE there).
+    ``stages`` are put in place when the runner is built: pairs of a stage's name (or ``after:NAME``, ``before:NAME``)
+    and what :func:`~twostroke.engine.plugins.load_stage` takes.
+    ``batch_invariant`` gives a request bit-equal logits alone and in any batch, chunking and padding, for more time.
     """
 
     model: str = "smollm2"
@@ -50,6 +65,8 @@ class EngineConfig:
     ubatch_decode_threshold: int = 32
     ubatch_prefill_threshold: int = 512
     seed: int = 0
+    stages: tuple[tuple[str, str], ...] = field(default=(), converter=_pairs)
+    batch_invariant: bool = False
 
     def resolve(self, spec: ModelSpec) -> EngineConfig:
         """This configuration with every "auto" decided for a model.

@@ -114,7 +114,10 @@ class StageSet:
         stroke = self._stroke(name)
         edited = edit(stroke)
         execute, sample = (edited, self.sample) if stroke is self.execute else (self.execute, edited)
-        self._apply(call, name, execute, sample, edit(self.skip) if name in self.skip.names else self.skip)
+        skip, left = self.skip, dict(edited.stages)
+        if name in skip.names:  # the very same stage in both: it may have a state
+            skip = skip.replace(name, left[name]) if name in left else skip.remove(name)
+        self._apply(call, name, execute, sample, skip)
 
     def _apply(self, call: str, name: str, execute: Pipeline, sample: Pipeline, skip: Pipeline) -> None:
         def apply() -> None:

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from twostroke.fsm import step_diagram
 
 ROOT = Path(__file__).parent.parent

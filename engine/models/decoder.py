@@ -72,7 +72,7 @@ class Decoder:
         self._activate = _ACTIVATIONS[config.activation]
         self._layers = tuple(_Layer.of(self.weights, index, config.rms_norm_eps) for index in range(config.num_layers))
         self._norm = RMSNorm(self.weights.norm, config.rms_norm_eps)
-        self._between = tuple(partial(self._finish_and_prepare, *pair) for pair in pairwise(self._layers))
+        self._between = tuple(partial(self._finish_and_prepare, pair) for pair in pairwise(self._layers))
 
     @property
     def spec(self) -> ModelSpec:
@@ -137,8 +137,7 @@ class Decoder:
 
     def _finish_and_prepare(
         self,
-        finished: _Layer,
-        following: _Layer,
+        layers: tuple[_Layer, _Layer],
         attended: torch.Tensor,
         residual: torch.Tensor,
         cosines: torch.Tensor,
@@ -146,6 +145,8 @@ class Decoder:
         *,
         tap: Tap = untapped,
     ) -> Tensors:
+        """The end of one layer and the beginning of the next: what lies between two attention calls."""
+        finished, following = layers
         residual = self._finish_layer(finished, attended, residual, tap)
         return residual, *self._prepare_attention(following, residual, cosines, sines, tap)
 
