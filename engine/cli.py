@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..fsm.errors import TwoStrokeError
+from .cli_ab import add_ab
+from .cli_recording import add_recording, add_watch
+from .cli_replay import add_replay
+from .cli_timeline import add_timeline
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -28,6 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="twostroke", description="A step engine for large language models.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands.add_parser("generate", help="generate text for several prompts at once"))
+    add_ab(commands.add_parser("ab", help="compare the runner as it is with other stages: speed and tokens"))
+    add_replay(commands.add_parser("replay", help="run a recording again, or compare it with another one"))
+    add_timeline(commands.add_parser("timeline", help="make a page and a Perfetto trace of a recording"))
+    add_watch(commands.add_parser("watch", help="follow a recording while it is written"))
     _add_diagram(commands.add_parser("diagram", help="print the state machine as a mermaid diagram"))
     return parser
 
@@ -49,6 +57,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help="(0.95)")
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a text before this string")
+    sampling.add_argument(
+        "--extra", action="append", default=[], metavar="NAME=VALUE", help="a parameter of a stage; may be given again"
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", default="smollm2", help="folder, GGUF file, hub id, or smollm2 (the packaged model)")
     engine.add_argument("--device", default="auto", help="cpu, cuda or auto")
@@ -58,6 +69,17 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens in one step (2048)"
     )
+    engine.add_argument(
+        "--sync", action="store_true", help="wait for the tokens of a step before the next one is launched"
+    )
+    engine.add_argument(
+        "--stage",
+        action="append",
+        default=[],
+        metavar="PLACE=SPEC",
+        help="put a stage in place: sample=my_package:MinKSampler, or an entry point's name; may be given again",
+    )
+    add_recording(parser)
     parser.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
 
 

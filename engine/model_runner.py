@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from attrs import frozen
 
 from ..fsm import Savepoint, StepState, Transaction, TransactionFailed
 from ..stages.device import Device
+from ..stages.errors import InvalidSchedulerOutput
 from ..stages.forward_context import Model
 from ..stages.io import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -22,6 +24,9 @@ from ..stages.io import (
 from ..stages.records import BatchExecutionDescriptor, IntermediateTensors
 from .config import EngineConfig
 from .dummy_runs import DummyRuns
+from .recording import LineFile, Recorder, RecordingOptions
+from .recording_events import Listeners
+from .recording_failures import FailureRecorder
 from .runner_life import RunnerLife
 
 
@@ -52,6 +57,7 @@ class ModelRunner(RunnerLife):
 
     def __init__(self, config: EngineConfig, *, model: Model | None = None, device: Device | None = None) -> None:
         super().__init__(config, model=model, device=device)
+        self.listeners = Listeners(self.observers)
         self._open = _OpenStep.none()
         self._num_steps = 0
 
@@ -73,6 +79,7 @@ class ModelRunner(RunnerLife):
             StageFailed: a stage raised; the step was undone and can be sent again.
         """
         parts = self._ready("execute_model")
+        is_empty = _is_empty(scheduler_output)
         transaction = Transaction(self._num_steps + 1)
         records: dict[type, Any] = {SchedulerOutput: scheduler_output, Transaction: transaction}
         if intermediate_tensors is not None:
@@ -90,9 +97,12 @@ class ModelRunner(RunnerLife):
                 DummyRuns(parts).run_plan(plan)
             return EMPTY_MODEL_RUNNER_OUTPUT
 
-        if scheduler_output.num_scheduled_tokens or scheduler_output.total_num_scheduled_tokens:
-            return self._machine.fire("execute", forward, undo=undo)
-        return self._machine.fire("skip", skip, undo=undo, commit=partial(self._or_fault, transaction.commit))
+        work = skip if is_empty else forward
+        if self.listeners:
+            work = self.listeners.around_execute(scheduler_output, work)
+        if not is_empty:
+            return self._machine.fire("execute", work, undo=undo)
+        return self._machine.fire("skip", work, undo=undo, commit=partial(self._or_fault, transaction.commit))
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Second stroke: sample from the logits of the last ``execute_model`` and commit the step.
@@ -123,9 +133,10 @@ class ModelRunner(RunnerLife):
         def commit() -> None:
             self._or_fault(step.transaction.commit)
             self._open = _OpenStep.none()
-            self._num_steps += 1
+            self._num_steps = step.transaction.step  # not "one more": an interrupted commit runs again
 
-        return self._machine.fire("sample", sample, undo=undo, commit=commit)
+        work = self.listeners.around_sample(grammar_output, sample) if self.listeners else sample
+        return self._machine.fire("sample", work, undo=undo, commit=commit)
 
     def rollback(self) -> None:
         """Undo the open step as if its ``execute_model`` had never been called; waits for outputs in flight first.
@@ -138,6 +149,7 @@ class ModelRunner(RunnerLife):
         def undo() -> None:
             self._wait_for_outputs()
             self._undo(step.transaction)
+            self.listeners.rolled_back()
 
         self._machine.fire("rollback", undo)
 
@@ -147,7 +159,48 @@ class ModelRunner(RunnerLife):
         Raises:
             StepStateError: a step is open.
         """
-        self._machine.fire("settle", self._wait_for_outputs)
+
+        def settle() -> None:
+            self._wait_for_outputs()
+            self.listeners.settled()
+
+        self._machine.fire("settle", settle)
+
+    def record(
+        self, path: str | Path, *, redact: bool = False, times: bool = True, tensors: Sequence[str] = ()
+    ) -> Recorder:
+        """Record every step from now on as JSON lines; use the recorder as a context manager, or close it.
+
+        Recording may begin in the middle of a run: the requests that are live then are written down. ``redact``,
+        ``times`` and ``tensors`` are those of :class:`RecordingOptions`.
+
+        Raises:
+            StepStateError: a step is open.
+            InputRefused: options that don't go together.
+            OSError: the file can't be written.
+        """
+        options = RecordingOptions(redact=redact, times=times, tensors=tuple(tensors))
+
+        def begin() -> Recorder:
+            recorder = Recorder(self, LineFile(path), options, Path(path))
+            self.listeners.add(recorder)
+            return recorder
+
+        return self._machine.fire("settle", begin, call="record")
+
+    def record_failures(self, folder: str | Path, *, num_steps: int = 32, redact: bool = False) -> FailureRecorder:
+        """Keep the last ``num_steps`` steps in memory, and write them to a file in ``folder`` when a step fails.
+
+        Raises:
+            StepStateError: a step is open.
+        """
+
+        def begin() -> FailureRecorder:
+            recorder = FailureRecorder(self, folder, num_steps=num_steps, redact=redact)
+            self.listeners.add(recorder)
+            return recorder
+
+        return self._machine.fire("settle", begin, call="record_failures")
 
     def shutdown(self) -> None:
         """Drop graphs, tables, cache and model. Legal with a step open, which is abandoned; idempotent.
@@ -174,6 +227,15 @@ class ModelRunner(RunnerLife):
         except TransactionFailed as error:
             self._life.fault(f"a step was neither undone nor finished: {error}", error)
             raise
+
+
+def _is_empty(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a step schedules nothing. Any object with the fields will do: a scheduler may have its own class."""
+    try:
+        return not (scheduler_output.num_scheduled_tokens or scheduler_output.total_num_scheduled_tokens)
+    except AttributeError as error:
+        kind = type(scheduler_output).__name__
+        raise InvalidSchedulerOutput(f"execute_model wants a SchedulerOutput, not a {kind}: {error}") from error
 
 
 def build_runner(config: EngineConfig, *, model: Model | None = None, device: Device | None = None) -> ModelRunner:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 import torch
 
 from ..fsm import SLEEP_PARTS, InputRefused, LifeMachine, LifeState, Observers, StepMachine, StepState, Transaction
+from ..stages.columns import Column
 from ..stages.device import Device, HostDevice
 from ..stages.forward_context import Model
+from ..stages.sampling_params import SamplingParams
 from ..stages.specs import KVCacheGroupSpec, ModelSpec
 from .assembly import Assembly, assemble
 from .config import EngineConfig
@@ -16,6 +18,7 @@ from .dummy_runs import DummyRuns, ProfileResult
 from .loading import LoadedModel, load_model
 from .models import Decoder
 from .models.weights import fill
+from .observe import LOGITS, ActivationHooks, HookFunction, ObserveHandle, observable
 from .stage_set import StageSet
 
 
@@ -25,6 +28,7 @@ class RunnerLife:
     def __init__(self, config: EngineConfig, *, model: Model | None = None, device: Device | None = None) -> None:
         self.config = config
         self.observers = Observers()
+        self._hooks = ActivationHooks(self.observers)
         self.loaded: LoadedModel | None = None
         self._model = model
         self._device = device or HostDevice()
@@ -60,6 +64,11 @@ class RunnerLife:
         return self.parts.groups
 
     @property
+    def kv_cache_generation(self) -> int:
+        """How often the KV cache lost its content: what a scheduler knows of blocks is void when this changes."""
+        return self.parts.kv_cache.generation
+
+    @property
     def stages(self) -> StageSet:
         """The stages, editable between steps."""
         return self.parts.stages
@@ -75,6 +84,52 @@ class RunnerLife:
             self._life.require_ready("initialize_kv_cache")
         assert self._parts is not None, "a ready runner has its parts"
         return self._parts
+
+    @property
+    def observable(self) -> tuple[str, ...]:
+        """The names that :meth:`observe` knows, in the order in which they are computed.
+
+        Only the logits where rows are computed in blocks of fixed sizes (``batch_invariant``).
+        """
+        model = self._loaded_model("observable")
+        return (LOGITS,) if self.config.batch_invariant else observable(model)
+
+    def observe(self, pattern: str, fn: HookFunction, *, edit: bool = False) -> ObserveHandle:
+        """Call ``fn`` with every :class:`Activation` whose name matches, from the next step on.
+
+        ``pattern`` is a name of :attr:`observable`, or has wildcards as file names do (``layers.*.mlp``). With ``edit``
+        a tensor that ``fn`` returns takes the activation's place. Keys and values that were computed so stay in the
+        cache, for the requests that share them too. Steps run without graphs while anything but logits is observed.
+
+        Raises:
+            InputRefused: nothing has such a name.
+            StepStateError: before ``initialize_kv_cache``.
+        """
+        self._ready("observe")
+        return self._hooks.add(self.observable, pattern, fn, edit=edit)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Whether a request with these parameters would be taken. From any thread.
+
+        Raises:
+            InvalidSamplingParams: a token id outside the vocabulary, or an ``extra`` that no column reads or accepts.
+        """
+        self.parts.table.checked_extra(params.checked_for(self.spec.vocab_size))
+
+    def add_column(self, column: Column) -> None:
+        """Keep per-request state for a stage of one's own, and read the parameters in ``extra`` that it names.
+
+        Raises:
+            ColumnRefused: a request is live, or another column reads a parameter of the same name.
+            StepStateError: a step is open, or the runner is not ready.
+        """
+        table = self._ready("add_column").table
+        self._machine.fire("dummy", lambda: table.add_column(column), call="add_column")
+
+    def remove_column(self, column: Column) -> None:
+        """Take a column out again. Raises as :meth:`add_column`, also where it is not there."""
+        table = self._ready("remove_column").table
+        self._machine.fire("dummy", lambda: table.remove_column(column), call="remove_column")
 
     def _ready(self, call: str) -> Assembly:
         self._life.require_ready(call)
@@ -115,7 +170,8 @@ class RunnerLife:
 
         def initialize() -> None:
             model = self._loaded_model("initialize_kv_cache")
-            self._parts = assemble(model, self.config, self._machine, self._device, self._fault)
+            self._parts = assemble(model, self.config, self._machine, self._device, self._fault, self._hooks)
+            self._hooks.use_graphs(self._parts.graphs.captured)
 
         self._life.initialize(initialize)
 
@@ -167,7 +223,7 @@ class RunnerLife:
 
         self._machine.fire("settle", lambda: self._life.sleep(fall_asleep, parts), call="sleep")
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+    def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         """Take memory again: all of it, or the parts in ``tags`` ("weights", "kv_cache"). Idempotent.
 
         The cache comes back zeroed; captured graphs do not come back: call ``capture_model`` again.
@@ -176,7 +232,7 @@ class RunnerLife:
             InputRefused: an unknown tag.
             ModelLoadError: the weights can't be read again; they stay asleep.
         """
-        chosen = SLEEP_PARTS if tags is None else tuple(tags)
+        chosen = SLEEP_PARTS if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
         self._machine.fire("settle", lambda: self._life.wake(self._rise, chosen), call="wake_up")
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -213,8 +269,13 @@ class RunnerLife:
         self.parts.graphs.drop("the runner slept")
         if "kv_cache" in parts:
             table, transaction = self.parts.table, Transaction(0)
-            for record in list(table.records.values()):
-                table.preempt(record, transaction)
+            table.recover_rows()
+            try:
+                for record in list(table.records.values()):
+                    table.preempt(record, transaction)
+            except BaseException:
+                transaction.rollback()
+                raise
             transaction.commit()
             self.parts.kv_cache.release()
         if "weights" in parts and self.loaded is not None:

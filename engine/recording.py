@@ -1,0 +1,330 @@
+"""Recording a run: each step's inputs, plan and outputs as JSON lines, and what a failed step left behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import attrs
+import numpy as np
+from attrs import frozen
+
+from ..fsm import InputRefused, StageFailed
+from ..stages.io import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..stages.records import BatchExecutionDescriptor, ExecuteModelState
+from .recording_book import BookedRequest
+from .recording_events import StepListener
+from .recording_format import VERSION, Fields, grammar_fields, output_fields, redact, show, step_fields
+from .recording_reader import tensors_path
+
+if TYPE_CHECKING:
+    from .model_runner import ModelRunner
+
+_MOST_LINES = 1024
+_FLUSH_SECONDS = 0.2  # what a crash can cost, and how far behind a reader of the growing file is
+TENSORS = ("logits", "hidden_states")
+
+
+@frozen(kw_only=True)
+class RecordingOptions:
+    """What a recording holds.
+
+    ``redact`` leaves out token ids and the sampling parameters that tell of text: such a recording replays with as many
+    tokens of other ids, so that schedule, shapes, plans and most failures are the same, but no token or log probability
+    can be compared. ``times`` adds the stages' times; without them, equal runs give equal files. ``tensors`` names
+    fields of :class:`ExecuteModelState` to keep, in one safetensors file a step; that waits for the device.
+
+    Raises:
+        InputRefused: an unknown tensor, or tensors of a redacted recording.
+    """
+
+    redact: bool = False
+    times: bool = True
+    tensors: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        if unknown := set(self.tensors) - set(TENSORS):
+            raise InputRefused(f"tensors {sorted(unknown)} are not among those that can be recorded: {TENSORS}")
+        if self.redact and self.tensors:
+            raise InputRefused("tensors tell of the text: record them, or redact, not both")
+
+
+class LineSink(Protocol):
+    """Takes the lines of a recording."""
+
+    def write(self, line: Fields) -> None:
+        """One more line."""
+        ...
+
+    def flush(self) -> None:
+        """There will be none for a while."""
+        ...
+
+    def close(self) -> None:
+        """There are no more."""
+        ...
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, Collection) and not isinstance(value, Mapping):
+        return list(value)
+    return str(value)
+
+
+encode_line = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_plain).encode
+"""A line without its end."""
+
+
+class LineFile:
+    """A file of JSON lines. What is written is on its way to the disk after a fifth of a second.
+
+    Lines are made into text many at a time: right after a step, with the caches full of other things, each would take
+    three times as long.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file = self.path.open("w", encoding="utf-8")
+        self._lines: list[Fields] = []
+        self._flushed = 0.0
+        self._lock = threading.Lock()
+
+    def write(self, line: Fields) -> None:
+        """Append; after ``close``, nothing. The line is not to be changed any more."""
+        with self._lock:
+            self._lines.append(line)
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS or len(self._lines) > _MOST_LINES:
+                self._flush()
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system."""
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left. Idempotent."""
+        with self._lock:
+            self._flush()
+            self._file.close()
+
+    def _flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if not self._file.closed:
+            self._file.write("".join([encode_line(line) + "\n" for line in lines]))
+            self._file.flush()
+            self._flushed = time.monotonic()
+
+
+@frozen(eq=False)
+class _Pending:
+    """A sampled step whose output is not known on the host."""
+
+    step: int
+    plan: BatchExecutionDescriptor | None
+    stages: list[tuple[str, float, float]]
+    output: ModelRunnerOutput | AsyncModelRunnerOutput
+
+
+class Recorder(StepListener):
+    """Writes what it hears of a runner to a sink, in the lines of :mod:`~twostroke.engine.recording_format`.
+
+    Outputs are written in the order of their steps, when they have reached the host: reading one early is no use to a
+    recorder, so it never waits for one but at the end. Get one from :meth:`ModelRunner.record`; use it as a context
+    manager or ``close`` it.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, sink: LineSink, options: RecordingOptions, path: Path | None = None
+    ) -> None:
+        """``path`` is that of the recording, beside which tensors are put."""
+        self._runner = runner
+        self._sink = sink
+        self._options = options
+        self._path = path
+        self._tokens = redact if options.redact else show
+        self._zero = time.perf_counter()
+        self._step = 0
+        self._stroke = "execute"
+        self._is_skip = False
+        self._plan: BatchExecutionDescriptor | None = None
+        self._stages: list[tuple[str, float, float]] = []
+        self._pending: deque[_Pending] = deque()
+        self._write(header_of(runner, options))
+        if state := live_requests(runner):
+            self._write(
+                {"kind": "state", "requests": [own.to_fields(req_id, self._tokens) for req_id, own in state.items()]}
+            )
+
+    @property
+    def path(self) -> Path | None:
+        """Where the recording goes."""
+        return self._path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for outputs on their way, write them, and stop listening. Idempotent."""
+        self._runner.listeners.remove(self)
+        self._collect(wait=True)
+        self._sink.close()
+
+    # ---- what is heard
+
+    def executing(self, scheduler_output: SchedulerOutput) -> None:
+        self._collect()
+        self._step += 1
+        self._stroke, self._plan, self._stages = "execute", None, []
+        self._is_skip = not scheduler_output.num_scheduled_tokens
+        self._write({"kind": "step", "step": self._step, **step_fields(scheduler_output, self._tokens)})
+
+    def executed(self) -> None:
+        if self._is_skip:
+            self._write_times(self._step, self._stages)
+            self._sink.flush()  # most often the last step for a while
+
+    def sampling(self, grammar_output: GrammarOutput | None) -> None:
+        self._stroke = "sample"
+        if grammar_output is not None and not self._options.redact:
+            self._write({"kind": "grammar", "step": self._step, **grammar_fields(grammar_output)})
+
+    def sampled(self, output: ModelRunnerOutput | AsyncModelRunnerOutput) -> None:
+        self._pending.append(_Pending(self._step, self._plan, self._stages, output))
+        self._collect()
+
+    def after_stage(self, name: str, seconds: float, record: object) -> None:
+        self._stages.append((name, time.perf_counter(), seconds))
+        if type(record) is BatchExecutionDescriptor:
+            self._plan = record
+        elif self._options.tensors and isinstance(record, ExecuteModelState):
+            self._write_tensors(record)
+
+    def failed(self, error: BaseException) -> None:
+        cause = error.__cause__ if isinstance(error, StageFailed) and error.__cause__ is not None else error
+        line: Fields = {"kind": "failed", "step": self._step, "stroke": self._stroke}
+        line |= {"stage": error.stage if isinstance(error, StageFailed) else "", "type": type(cause).__name__}
+        line["error"] = str(cause)
+        self._collect()
+        self._write_times(self._step, self._stages)
+        self._write(line)
+
+    def rolled_back(self) -> None:
+        self._write({"kind": "rollback", "step": self._step})
+
+    def settled(self) -> None:
+        self._collect()
+        self._write({"kind": "settle", "step": self._step})
+
+    # ---- what is written
+
+    def _write(self, line: Fields) -> None:
+        self._sink.write(line)
+
+    def _collect(self, *, wait: bool = False) -> None:
+        """Write the outputs that have arrived."""
+        pending = self._pending
+        while pending and (wait or pending[0].output.ready()):
+            entry = pending.popleft()
+            try:
+                output = entry.output.get_output()
+            except Exception as error:
+                line = {"kind": "failed", "step": entry.step, "stroke": "output", "stage": ""}
+                self._write(line | {"type": type(error).__name__, "error": str(error)})
+                continue
+            plan = {} if entry.plan is None else plan_fields(entry.plan)
+            line = {"kind": "output", "step": entry.step, "plan": plan, **output_fields(output, self._tokens)}
+            if self._options.times:
+                line["stages"] = self._stage_fields(entry.stages)
+            self._write(line)
+
+    def _write_times(self, step: int, stages: list[tuple[str, float, float]]) -> None:
+        if self._options.times:
+            self._write({"kind": "times", "step": step, "stages": self._stage_fields(stages)})
+
+    def _stage_fields(self, stages: list[tuple[str, float, float]]) -> list[Any]:
+        """Name, start and duration of each, in whole nanoseconds: integers are written faster than fractions."""
+        zero = self._zero
+        return [(name, int((end - seconds - zero) * 1e9), int(seconds * 1e9)) for name, end, seconds in stages]
+
+    def _write_tensors(self, state: ExecuteModelState) -> None:
+        from safetensors.torch import save_file
+
+        assert self._path is not None, "tensors are recorded beside a file only"
+        file = tensors_path(self._path, self._step)
+        file.parent.mkdir(exist_ok=True)
+        kept = {name: tensor for name in self._options.tensors if (tensor := getattr(state, name)) is not None}
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}, file)
+
+
+def plan_fields(plan: BatchExecutionDescriptor) -> Fields:
+    """How a batch ran."""
+    line: Fields = {"mode": plan.mode.name, "num_tokens": plan.num_tokens, "num_reqs": plan.num_reqs}
+    if plan.should_ubatch:
+        line["ubatched"] = True
+    return line | {"reason": plan.reason}
+
+
+def header_of(runner: ModelRunner, options: RecordingOptions) -> Fields:
+    """The first line: what the recording is of."""
+    spec, stages = runner.spec, runner.stages
+    line: Fields = {
+        "kind": "recording",
+        "version": VERSION,
+        "twostroke": _version(),
+        "model": {
+            "source": "object" if runner.loaded is None else runner.config.model,
+            "architecture": spec.architecture,
+            "vocab_size": spec.vocab_size,
+            "hidden_size": spec.hidden_size,
+            "num_layers": len(spec.attention_layers),
+        },
+        "config": attrs.asdict(runner.config),
+        "stages": {name: _name_of(stages[name]) for name in stages.names},
+        "second_stroke": list(stages.sample.names),
+        "redacted": options.redact,
+        "tensors": list(options.tensors),
+    }
+    return line | {"began_unix_us": time.time_ns() // 1000} if options.times else line
+
+
+def live_requests(runner: ModelRunner) -> dict[str, BookedRequest]:
+    """The requests that a runner knows between two steps."""
+    table = runner.parts.table
+    table.wait_for_tokens()
+    live: dict[str, BookedRequest] = {}
+    for req_id, record in table.records.items():
+        row = record.row
+        if row is None:
+            assert record.saved_tokens is not None, f"preempted request {req_id!r} lost its tokens"
+            tokens, blocks = record.saved_tokens, []
+        else:
+            tokens = table.token_ids_host[row, : table.num_tokens[row]]
+            blocks = [own.blocks[row, : own.counts[row]].tolist() for own in table.block_tables]
+        live[req_id] = BookedRequest(record.prompt_token_ids.tolist(), tokens.tolist(), record.sampling_params, blocks)
+    return live
+
+
+def _version() -> str:
+    try:
+        return version("twostroke")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _name_of(stage: object) -> str:
+    fn = getattr(stage, "__func__", stage)
+    return f"{fn.__module__}.{getattr(fn, '__qualname__', None) or type(fn).__qualname__}"
