@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from twostroke.engine import EngineConfig, ModelRunner, SamplingParams, Scheduler, build_runner
 from twostroke.engine.models import random_model, tiny_config
 from twostroke.engine.serving_loop import ServingLoop, scheduler_for
