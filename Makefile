@@ -43,7 +43,7 @@ format: $(VENV)/.installed-test ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-test-e2e: $(VENV)/.installed-test ## long end-to-end tests
+test-e2e: $(VENV)/.installed-e2e ## long end-to-end tests; those of pages need the system's Chromium
 	$(ONE_THREAD) $(PYTEST) -m e2e tests
 
 soak: $(VENV)/.installed-test ## many minutes of random steps with faults in them
@@ -88,6 +88,11 @@ $(VENV)/.installed: pyproject.toml requirements/cpu.txt requirements/model.txt |
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools"
 	@$(PIP) -e '.[demo,test]'
+	@touch $@
+
+$(VENV)/.installed-e2e: $(VENV)/.installed-test
+	@echo "installing what drives a browser"
+	@$(PIP) -e '.[demo,test,e2e]'
 	@touch $@
 
 # pyright sees the packages under the names they have once installed.
