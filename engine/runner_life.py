@@ -18,7 +18,7 @@ from .dummy_runs import DummyRuns, ProfileResult
 from .loading import LoadedModel, load_model
 from .models import Decoder
 from .models.weights import fill
-from .observe import LOGITS, ActivationHooks, HookFunction, ObserveHandle, observable
+from .observe import ActivationHooks, HookFunction, ObserveHandle, observable
 from .stage_set import StageSet
 
 
@@ -87,12 +87,8 @@ class RunnerLife:
 
     @property
     def observable(self) -> tuple[str, ...]:
-        """The names that :meth:`observe` knows, in the order in which they are computed.
-
-        Only the logits where rows are computed in blocks of fixed sizes (``batch_invariant``).
-        """
-        model = self._loaded_model("observable")
-        return (LOGITS,) if self.config.batch_invariant else observable(model)
+        """The names that :meth:`observe` knows, in the order in which they are computed."""
+        return observable(self._loaded_model("observable"))
 
     def observe(self, pattern: str, fn: HookFunction, *, edit: bool = False) -> ObserveHandle:
         """Call ``fn`` with every :class:`Activation` whose name matches, from the next step on.

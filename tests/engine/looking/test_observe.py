@@ -228,14 +228,3 @@ def test_a_model_that_names_nothing_shows_its_logits(make_runner: Callable[..., 
     with runner.observe("logits", seen):
         driver.step({"a": 3})
     assert list(seen.rows) == [("logits", "a", 2)]
-
-
-def test_rows_in_blocks_of_fixed_sizes_show_their_logits(make_runner: Callable[..., ModelRunner]) -> None:
-    runner, seen = make_runner(batch_invariant=True), Rows()
-    with pytest.raises(InputRefused, match="there are: logits"):
-        runner.observe("layers.0.mlp", seen)
-    driver = Driver(runner)
-    driver.add(Wish("a", (1, 2, 3), 4, GREEDY))
-    with runner.observe("*", seen):
-        driver.step({"a": 3})
-    assert list(seen.rows) == [("logits", "a", 2)]
