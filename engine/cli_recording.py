@@ -47,8 +47,7 @@ def recorded(runner: ModelRunner, args: argparse.Namespace, watcher: Watcher | N
         if args.record_failures is not None:
             stack.enter_context(runner.record_failures(args.record_failures, redact=args.redact))
         if watcher is not None:
-            recorder = stack.enter_context(Recorder(runner, watcher, RecordingOptions()))
-            runner.listeners.add(recorder)
+            stack.enter_context(Recorder(runner, watcher, RecordingOptions()).start())
         yield
 
 

@@ -24,9 +24,10 @@ from ..stages.io import (
 from ..stages.records import BatchExecutionDescriptor, IntermediateTensors
 from .config import EngineConfig
 from .dummy_runs import DummyRuns
-from .recording import LineFile, Recorder, RecordingOptions
+from .recording import Recorder, RecordingOptions
 from .recording_events import Listeners
 from .recording_failures import FailureRecorder
+from .recording_file import LineFile
 from .runner_life import RunnerLife
 
 
@@ -57,7 +58,7 @@ class ModelRunner(RunnerLife):
 
     def __init__(self, config: EngineConfig, *, model: Model | None = None, device: Device | None = None) -> None:
         super().__init__(config, model=model, device=device)
-        self.listeners = Listeners(self.observers)
+        self.listeners = Listeners()
         self._open = _OpenStep.none()
         self._num_steps = 0
 
@@ -99,7 +100,7 @@ class ModelRunner(RunnerLife):
 
         work = skip if is_empty else forward
         if self.listeners:
-            work = self.listeners.around_execute(scheduler_output, work)
+            work = self.listeners.around_execute(scheduler_output, records, work)
         if not is_empty:
             return self._machine.fire("execute", work, undo=undo)
         return self._machine.fire("skip", work, undo=undo, commit=partial(self._or_fault, transaction.commit))
@@ -182,9 +183,7 @@ class ModelRunner(RunnerLife):
         options = RecordingOptions(redact=redact, times=times, tensors=tuple(tensors))
 
         def begin() -> Recorder:
-            recorder = Recorder(self, LineFile(path), options, Path(path))
-            self.listeners.add(recorder)
-            return recorder
+            return Recorder(self, LineFile(path), options, Path(path)).start()
 
         return self._machine.fire("settle", begin, call="record")
 
@@ -196,9 +195,7 @@ class ModelRunner(RunnerLife):
         """
 
         def begin() -> FailureRecorder:
-            recorder = FailureRecorder(self, folder, num_steps=num_steps, redact=redact)
-            self.listeners.add(recorder)
-            return recorder
+            return FailureRecorder(self, folder, num_steps=num_steps, redact=redact).start()
 
         return self._machine.fire("settle", begin, call="record_failures")
 

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
-import numpy as np
 from attrs import frozen
 
 from ..fsm import InputRefused, StageFailed
+from ..fsm.observers import StageObserver
 from ..stages.io import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..stages.records import BatchExecutionDescriptor, ExecuteModelState
 from .recording_book import BookedRequest
 from .recording_events import StepListener
+from .recording_file import LineSink
 from .recording_format import VERSION, Fields, grammar_fields, output_fields, redact, show, step_fields
 from .recording_reader import tensors_path
 
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
 
-_MOST_LINES = 1024
-_FLUSH_SECONDS = 0.2  # what a crash can cost, and how far behind a reader of the growing file is
 TENSORS = ("logits", "hidden_states")
 
 
@@ -55,75 +52,36 @@ class RecordingOptions:
             raise InputRefused("tensors tell of the text: record them, or redact, not both")
 
 
-class LineSink(Protocol):
-    """Takes the lines of a recording."""
+class StageClock(StageObserver):
+    """Stages that returned since it was asked last: name, end and duration, in seconds of ``time.perf_counter``."""
 
-    def write(self, line: Fields) -> None:
-        """One more line."""
-        ...
+    def __init__(self) -> None:
+        self._stages: list[tuple[str, float, float]] = []
 
-    def flush(self) -> None:
-        """There will be none for a while."""
-        ...
+    def after_stage(self, name: str, seconds: float, record: object) -> None:
+        self._stages.append((name, time.perf_counter(), seconds))
 
-    def close(self) -> None:
-        """There are no more."""
-        ...
-
-
-def _plain(value: Any) -> Any:
-    """What JSON does not know."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    if isinstance(value, Collection) and not isinstance(value, Mapping):
-        return list(value)
-    return str(value)
+    def take(self) -> list[tuple[str, float, float]]:
+        """What there is, and start over."""
+        taken, self._stages = self._stages, []
+        return taken
 
 
-encode_line = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_plain).encode
-"""A line without its end."""
+@frozen(eq=False)
+class StageRows(Sequence[tuple[str, int, int]]):
+    """Name, start and duration of stages in whole nanoseconds, worked out when the line is written, not in the step."""
 
+    _zero: float
+    _stages: list[tuple[str, float, float]]
 
-class LineFile:
-    """A file of JSON lines. What is written is on its way to the disk after a fifth of a second.
+    def __len__(self) -> int:
+        return len(self._stages)
 
-    Lines are made into text many at a time: right after a step, with the caches full of other things, each would take
-    three times as long.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._file = self.path.open("w", encoding="utf-8")
-        self._lines: list[Fields] = []
-        self._flushed = 0.0
-        self._lock = threading.Lock()
-
-    def write(self, line: Fields) -> None:
-        """Append; after ``close``, nothing. The line is not to be changed any more."""
-        with self._lock:
-            self._lines.append(line)
-            if time.monotonic() - self._flushed > _FLUSH_SECONDS or len(self._lines) > _MOST_LINES:
-                self._flush()
-
-    def flush(self) -> None:
-        """Hand what was written to the operating system."""
-        with self._lock:
-            self._flush()
-
-    def close(self) -> None:
-        """Write what is left. Idempotent."""
-        with self._lock:
-            self._flush()
-            self._file.close()
-
-    def _flush(self) -> None:
-        lines, self._lines = self._lines, []
-        if not self._file.closed:
-            self._file.write("".join([encode_line(line) + "\n" for line in lines]))
-            self._file.flush()
-            self._flushed = time.monotonic()
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        name, end, seconds = self._stages[index]
+        return name, int((end - seconds - self._zero) * 1e9), int(seconds * 1e9)
 
 
 @frozen(eq=False)
@@ -158,7 +116,7 @@ class Recorder(StepListener):
         self._stroke = "execute"
         self._is_skip = False
         self._plan: BatchExecutionDescriptor | None = None
-        self._stages: list[tuple[str, float, float]] = []
+        self._clock = StageClock()
         self._pending: deque[_Pending] = deque()
         self._write(header_of(runner, options))
         if state := live_requests(runner):
@@ -171,6 +129,13 @@ class Recorder(StepListener):
         """Where the recording goes."""
         return self._path
 
+    def start(self) -> Self:
+        """Listen to the runner."""
+        self._runner.listeners.add(self)
+        if self._options.times:
+            self._runner.observers.add(self._clock)
+        return self
+
     def __enter__(self) -> Self:
         return self
 
@@ -178,8 +143,9 @@ class Recorder(StepListener):
         self.close()
 
     def close(self) -> None:
-        """Wait for outputs on their way, write them, and stop listening. Idempotent."""
+        """Stop listening, then wait for outputs on their way and write them. Idempotent."""
         self._runner.listeners.remove(self)
+        self._runner.observers.remove(self._clock)
         self._collect(wait=True)
         self._sink.close()
 
@@ -188,13 +154,17 @@ class Recorder(StepListener):
     def executing(self, scheduler_output: SchedulerOutput) -> None:
         self._collect()
         self._step += 1
-        self._stroke, self._plan, self._stages = "execute", None, []
+        self._stroke, self._plan = "execute", None
+        self._clock.take()
         self._is_skip = not scheduler_output.num_scheduled_tokens
         self._write({"kind": "step", "step": self._step, **step_fields(scheduler_output, self._tokens)})
 
-    def executed(self) -> None:
+    def executed(self, records: Mapping[type, Any]) -> None:
+        self._plan = records.get(BatchExecutionDescriptor)
+        if self._options.tensors and ExecuteModelState in records:
+            self._write_tensors(records[ExecuteModelState])
         if self._is_skip:
-            self._write_times(self._step, self._stages)
+            self._write_times()
             self._sink.flush()  # most often the last step for a while
 
     def sampling(self, grammar_output: GrammarOutput | None) -> None:
@@ -203,15 +173,8 @@ class Recorder(StepListener):
             self._write({"kind": "grammar", "step": self._step, **grammar_fields(grammar_output)})
 
     def sampled(self, output: ModelRunnerOutput | AsyncModelRunnerOutput) -> None:
-        self._pending.append(_Pending(self._step, self._plan, self._stages, output))
+        self._pending.append(_Pending(self._step, self._plan, self._clock.take(), output))
         self._collect()
-
-    def after_stage(self, name: str, seconds: float, record: object) -> None:
-        self._stages.append((name, time.perf_counter(), seconds))
-        if type(record) is BatchExecutionDescriptor:
-            self._plan = record
-        elif self._options.tensors and isinstance(record, ExecuteModelState):
-            self._write_tensors(record)
 
     def failed(self, error: BaseException) -> None:
         cause = error.__cause__ if isinstance(error, StageFailed) and error.__cause__ is not None else error
@@ -219,7 +182,7 @@ class Recorder(StepListener):
         line |= {"stage": error.stage if isinstance(error, StageFailed) else "", "type": type(cause).__name__}
         line["error"] = str(cause)
         self._collect()
-        self._write_times(self._step, self._stages)
+        self._write_times()
         self._write(line)
 
     def rolled_back(self) -> None:
@@ -248,17 +211,12 @@ class Recorder(StepListener):
             plan = {} if entry.plan is None else plan_fields(entry.plan)
             line = {"kind": "output", "step": entry.step, "plan": plan, **output_fields(output, self._tokens)}
             if self._options.times:
-                line["stages"] = self._stage_fields(entry.stages)
+                line["stages"] = StageRows(self._zero, entry.stages)
             self._write(line)
 
-    def _write_times(self, step: int, stages: list[tuple[str, float, float]]) -> None:
+    def _write_times(self) -> None:
         if self._options.times:
-            self._write({"kind": "times", "step": step, "stages": self._stage_fields(stages)})
-
-    def _stage_fields(self, stages: list[tuple[str, float, float]]) -> list[Any]:
-        """Name, start and duration of each, in whole nanoseconds: integers are written faster than fractions."""
-        zero = self._zero
-        return [(name, int((end - seconds - zero) * 1e9), int(seconds * 1e9)) for name, end, seconds in stages]
+            self._write({"kind": "times", "step": self._step, "stages": StageRows(self._zero, self._clock.take())})
 
     def _write_tensors(self, state: ExecuteModelState) -> None:
         from safetensors.torch import save_file

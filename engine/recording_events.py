@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from ..fsm import Observers
-from ..fsm.observers import StageObserver
 from ..stages.io import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
-class StepListener(StageObserver):
-    """An observer of stages that also hears of the calls around them. Override what you want to hear.
+class StepListener:
+    """What a listener can be told of a runner's calls. Subclass it and override what you want to hear.
 
     All methods run on the runner's thread, inside the call; what they raise never fails a step.
     """
@@ -23,8 +21,8 @@ class StepListener(StageObserver):
     def executing(self, scheduler_output: SchedulerOutput) -> None:
         """``execute_model`` was called and is legal; nothing has run yet."""
 
-    def executed(self) -> None:
-        """The first stroke is done, or the whole step where nothing was scheduled."""
+    def executed(self, records: Mapping[type, Any]) -> None:
+        """The first stroke is done, or the whole step where nothing was scheduled; ``records`` are what it left."""
 
     def sampling(self, grammar_output: GrammarOutput | None) -> None:
         """``sample_tokens`` was called and is legal; nothing has run yet."""
@@ -45,9 +43,7 @@ class StepListener(StageObserver):
 class Listeners:
     """A runner's listeners. Keeps what they raise away from the step; the first exception of each is logged."""
 
-    def __init__(self, observers: Observers) -> None:
-        """``observers`` are those of the same runner: a listener is added to and removed from both."""
-        self._observers = observers
+    def __init__(self) -> None:
         self._listeners: tuple[StepListener, ...] = ()
         self._complained: tuple[StepListener, ...] = ()
 
@@ -55,62 +51,57 @@ class Listeners:
         return len(self._listeners)
 
     def add(self, listener: StepListener) -> None:
-        """Tell ``listener`` of every call and every stage from now on."""
+        """Tell ``listener`` of every call from now on."""
         self._listeners = (*self._listeners, listener)
-        self._observers.add(listener)
 
     def remove(self, listener: StepListener) -> None:
         """Tell it no more; one that is not there is fine."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         self._complained = tuple(other for other in self._complained if other is not listener)
-        self._observers.remove(listener)
 
-    def around_execute(self, scheduler_output: SchedulerOutput, work: Callable[[], T]) -> Callable[[], T]:
-        """The work of a first stroke, told of."""
+    def around_execute(
+        self, scheduler_output: SchedulerOutput, records: Mapping[type, Any], work: Callable[[], T]
+    ) -> Callable[[], T]:
+        """The work of a first stroke, told of; ``records`` are those that its stages will file theirs in."""
 
         def execute() -> T:
-            self._tell(lambda listener: listener.executing(scheduler_output))
+            self._tell("executing", scheduler_output)
             result = self._watched(work)
-            self._tell(lambda listener: listener.executed())
+            self._tell("executed", records)
             return result
 
         return execute
 
-    def around_sample(
-        self,
-        grammar_output: GrammarOutput | None,
-        work: Callable[[], ModelRunnerOutput | AsyncModelRunnerOutput],
-    ) -> Callable[[], ModelRunnerOutput | AsyncModelRunnerOutput]:
-        """The work of a second stroke, told of."""
+    def around_sample(self, grammar_output: GrammarOutput | None, work: Callable[[], T]) -> Callable[[], T]:
+        """The work of a second stroke, which gives the step's output, told of."""
 
-        def sample() -> ModelRunnerOutput | AsyncModelRunnerOutput:
-            self._tell(lambda listener: listener.sampling(grammar_output))
+        def sample() -> T:
+            self._tell("sampling", grammar_output)
             output = self._watched(work)
-            self._tell(lambda listener: listener.sampled(output))
+            self._tell("sampled", output)
             return output
 
         return sample
 
     def rolled_back(self) -> None:
         """Tell every listener."""
-        self._tell(lambda listener: listener.rolled_back())
+        self._tell("rolled_back")
 
     def settled(self) -> None:
         """Tell every listener."""
-        self._tell(lambda listener: listener.settled())
+        self._tell("settled")
 
     def _watched(self, work: Callable[[], T]) -> T:
         try:
             return work()
         except BaseException as error:
-            failure = error
-            self._tell(lambda listener: listener.failed(failure))
+            self._tell("failed", error)
             raise
 
-    def _tell(self, event: Callable[[StepListener], None]) -> None:
+    def _tell(self, event: str, *args: Any) -> None:
         for listener in self._listeners:
             try:
-                event(listener)
+                getattr(listener, event)(*args)
             except Exception:
                 if listener not in self._complained:
                     self._complained = (*self._complained, listener)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from .recording import LineFile, Recorder, RecordingOptions
+from .recording import Recorder, RecordingOptions
 from .recording_book import RequestBook
+from .recording_file import LineFile
 from .recording_format import Fields, redact, scheduler_output, show
 from .recording_reader import RecordedOutput, RecordedStep
 
@@ -79,7 +80,8 @@ class FailureRing:
         elif kind == "state":
             self._book = RequestBook(line["requests"])
         elif kind == "step":
-            self._forget_old()
+            if len(self._recent) >= 2 * self._num_steps:  # many at a time, which is faster than one by one
+                self._forget_all_but(self._num_steps)
             self._recent.append(_RecentStep(line["step"], [line], is_over=not line["num_scheduled_tokens"]))
         elif kind != "settle":
             for step in self._recent:
@@ -94,8 +96,9 @@ class FailureRing:
     def close(self) -> None:
         """Nothing to do: what is in memory is of no use any more."""
 
-    def _forget_old(self) -> None:
-        while len(self._recent) >= self._num_steps and self._recent[0].is_over:
+    def _forget_all_but(self, num_steps: int) -> None:
+        """Book the oldest steps and forget them; those whose output is on its way stay."""
+        while len(self._recent) > num_steps and self._recent[0].is_over:
             self._recent.popleft().book(self._book)
 
     def _dump(self, failure: Fields) -> None:
@@ -103,6 +106,7 @@ class FailureRing:
         if kind in self._seen or len(self.files) >= self._max_files:
             return
         self._seen.add(kind)
+        self._forget_all_but(self._num_steps)
         where = re.sub(r"\W+", "-", failure["stage"] or failure["stroke"])
         stem = f"failure-{time.strftime('%Y%m%dT%H%M%S')}-step{failure['step']}-{where}-{len(self.files)}"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +129,7 @@ class FailureRecorder(Recorder):
         self, runner: ModelRunner, folder: str | Path, *, num_steps: int = 32, max_files: int = 16, redact: bool = False
     ) -> None:
         self._ring = FailureRing(Path(folder), num_steps=num_steps, max_files=max_files, is_redacted=redact)
-        super().__init__(runner, self._ring, RecordingOptions(redact=redact))
+        super().__init__(runner, self._ring, RecordingOptions(redact=redact, times=False))
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -239,9 +239,7 @@ class _Layout:
     def _parts(self, step: RecordedStep) -> Iterator[Part]:
         output = step.output
         for req_id, end in step.ends.items():
-            count = step.scheduled.num_scheduled_tokens[req_id]
-            request = self._book.requests.get(req_id)
-            prompt = len(request.prompt_token_ids) if request is not None else 0
+            count, prompt = step.scheduled.num_scheduled_tokens[req_id], self._num_prompt(req_id, step)
             yield Part(
                 req_id=req_id,
                 num_scheduled=count,
@@ -251,6 +249,14 @@ class _Layout:
                 error=output.errors.get(req_id, "") if output is not None else "",
             )
 
+    def _num_prompt(self, req_id: str, step: RecordedStep) -> int:
+        """Tokens of a request's prompt; of a step that was undone, the book knows nothing."""
+        for data in step.scheduled.scheduled_new_reqs:
+            if data.req_id == req_id:
+                return len(data.prompt_token_ids)
+        request = self._book.requests.get(req_id)
+        return len(request.prompt_token_ids) if request is not None else 0
+
     def _follow(self, index: int, step: RecordedStep, parts: Sequence[Part], times: tuple[float, float]) -> None:
         start, end = times
         for req_id in step.scheduled.preempted_req_ids or ():
@@ -259,8 +265,7 @@ class _Layout:
         for part in parts:
             request = self._requests.get(part.req_id)
             if request is None:
-                booked = self._book.requests.get(part.req_id)
-                prompt = len(booked.prompt_token_ids) if booked is not None else 0
+                prompt = self._num_prompt(part.req_id, step)
                 request = TimelineRequest(part.req_id, prompt, index, index, arrived_us=start)
                 self._requests[part.req_id] = request
             request.last_step = index

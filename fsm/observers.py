@@ -53,6 +53,10 @@ class _Seat:
     observer: StageObserver
     failures: int = 0
 
+    @property
+    def hears_before(self) -> bool:
+        return getattr(type(self.observer), "before_stage", None) is not StageObserver.before_stage
+
     def failed(self, during: str) -> None:
         self.failures += 1
         if self.failures == 1:
@@ -66,7 +70,7 @@ class Observers:
     """
 
     def __init__(self, observers: Iterable[StageObserver] = ()) -> None:
-        self._seats = tuple(_Seat(observer) for observer in observers)
+        self._set(_Seat(observer) for observer in observers)
 
     @classmethod
     def of(cls, observers: Observers | Iterable[StageObserver]) -> Observers:
@@ -81,11 +85,16 @@ class Observers:
 
     def add(self, observer: StageObserver) -> None:
         """Call ``observer`` around every stage from now on, after the others."""
-        self._seats = (*self._seats, _Seat(observer))
+        self._set((*self._seats, _Seat(observer)))
 
     def remove(self, observer: StageObserver) -> None:
         """Stop calling ``observer``; one that is not there is fine."""
-        self._seats = tuple(seat for seat in self._seats if seat.observer is not observer)
+        self._set(seat for seat in self._seats if seat.observer is not observer)
+
+    def _set(self, seats: Iterable[_Seat]) -> None:
+        self._seats = tuple(seats)
+        # Most want to hear of the end only: a call of an empty method for each stage is left out.
+        self._early_seats = tuple(seat for seat in self._seats if seat.hears_before)
 
     @property
     def failures(self) -> int:
@@ -93,8 +102,8 @@ class Observers:
         return sum(seat.failures for seat in self._seats)
 
     def before_stage(self, name: str) -> None:
-        """Tell every observer."""
-        for seat in self._seats:
+        """Tell every observer that has a method of its own for this."""
+        for seat in self._early_seats:
             try:
                 seat.observer.before_stage(name)
             except Exception:

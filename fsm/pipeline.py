@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -138,7 +137,11 @@ class Pipeline:
             if observers or make_range is not None:
                 watch = Observers.of(observers)
                 for call in self._plan.calls:
-                    _run_watched(call, records, watch, make_range or nullcontext)
+                    if make_range is None:
+                        _run_watched(call, records, watch)
+                    else:
+                        with make_range(call.name):
+                            _run_watched(call, records, watch)
             else:
                 for call in self._plan.calls:
                     call.run(records)
@@ -175,17 +178,14 @@ def _annotation(record: Record) -> RecordType:
     return record.type | None if record.optional else record.type
 
 
-def _run_watched(
-    call: StageCall, records: Records, watch: Observers, make_range: Callable[[str], AbstractContextManager[Any]]
-) -> None:
-    """One stage inside a profiler range, with its observers told."""
+def _run_watched(call: StageCall, records: Records, watch: Observers) -> None:
+    """One stage, with its observers told."""
     watch.before_stage(call.name)
-    with make_range(call.name):
-        started = perf_counter()
-        try:
-            record = call.run(records)
-        except BaseException as error:
-            watch.stage_failed(call.name, error)
-            raise
-        seconds = perf_counter() - started
+    started = perf_counter()
+    try:
+        record = call.run(records)
+    except BaseException as error:
+        watch.stage_failed(call.name, error)
+        raise
+    seconds = perf_counter() - started
     watch.after_stage(call.name, seconds, record)

@@ -263,6 +263,7 @@ class Soak:
         self.chooser = random.Random(seed)
         self.counts = Counter[str]()
         self.fault_rate = fault_rate
+        self.num_faults_due = 0
         self.rigs = tuple(Rig(references, self.chooser, self.counts, depth=depth) for depth in (1, 2))
 
     def run(self, num_steps: int) -> Report:
@@ -285,7 +286,8 @@ class Soak:
             if chance() < 0.001:
                 rig.forget_cache()
             rig.to_spoil = self.chooser.choice(IDS) if chance() < 0.002 else ""
-            rig.step(fault=chance() < self.fault_rate)
+            self.num_faults_due += chance() < self.fault_rate
+            rig.step(fault=self.counts["faults injected"] < self.num_faults_due)  # not every attempt meets its place
             rig.to_spoil = ""
 
     def _measure(self) -> tuple[dict[str, int], int]:

@@ -24,7 +24,7 @@ from twostroke.stages.records import Batch
 def watched(make_runner: Callable[..., ModelRunner]) -> tuple[Driver, Watcher]:
     """A driver of a runner that is watched."""
     runner, watcher = make_runner(), Watcher()
-    runner.listeners.add(Recorder(runner, watcher, RecordingOptions()))
+    Recorder(runner, watcher, RecordingOptions()).start()
     return Driver(runner), watcher
 
 
