@@ -43,7 +43,7 @@ class Commit:
 
         def build(download: SampledDownload) -> ModelRunnerOutput:
             sampled = download.wait([record.req_id for record in records], self._vocab_size)
-            table.settle_tokens(late, sampled.token_ids, sampled.errors)
+            table.settle_tokens(late, np.clip(sampled.token_ids, 0, self._vocab_size - 1))  # as on the device
             return _model_runner_output(batch, sampling, sampled, _deliver(scored, sampled))
 
         step_output = StepOutput(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,7 +117,7 @@ class RequestTable:
         self.latest_output: StepOutput | None = None
         self._free_rows = [row for row in range(self.num_rows - 1, -1, -1) if row != NULL_ROW]
         self._uploads: list[tuple[int, int, TokenArray]] = []
-        self._late: deque[tuple[LateTokens, TokenArray, Collection[int]]] = deque()
+        self._late: deque[tuple[LateTokens, TokenArray]] = deque()
 
     def add_column(self, column: Column) -> None:
         """One more column, told of every request from now on.
@@ -251,31 +251,25 @@ class RequestTable:
         for column in self.columns:
             column.flush()
 
-    def settle_tokens(self, late: LateTokens, tokens: TokenArray, failed: Collection[int]) -> None:
-        """Tokens have arrived, all but those at ``failed`` positions of ``late``. From any thread: they are queued."""
-        if failed or not self.device.shares_host_memory:
-            self._late.append((late, tokens, frozenset(failed)))
+    def settle_tokens(self, late: LateTokens, tokens: TokenArray) -> None:
+        """Tokens have arrived. From any thread: they are queued.
+
+        A token that failed counts as known all the same: the runner may learn of it before the scheduler, which counts
+        on it in steps that it has scheduled ahead. The scheduler ends the request, or rewinds it.
+        """
+        if not self.device.shares_host_memory:
+            self._late.append((late, tokens))
 
     def apply_late_tokens(self) -> None:
         """Take in what has arrived since the last step. Requests that moved on are found by record, not by row."""
         while self._late:
-            late, tokens, failed = self._late[0]
+            late, tokens = self._late[0]
             in_place = self.generations[late.rows] == late.generations
             rows, positions = late.rows[in_place], late.positions[in_place]
             self.token_ids_host[rows, positions] = tokens[in_place]
             for index in np.flatnonzero(~in_place).tolist():
                 late.records[index].take_token(int(late.positions[index]), int(tokens[index]), self.token_ids_host)
-            for index in failed:
-                self._forget_token(late.records[index], int(late.positions[index]))
             self._late.popleft()  # last: an interrupt before it only makes the same values be written again
-
-    def _forget_token(self, record: RequestRecord, position: int) -> None:
-        """There is no token at ``position`` after all."""
-        row = record.row
-        if row is not None and self.num_tokens[row] == position + 1:
-            self.num_tokens[row] = position
-        if record.saved_tokens is not None and len(record.saved_tokens) == position + 1:
-            record.saved_tokens = record.saved_tokens[:position]
 
     def wait_for_tokens(self) -> None:
         """Wait until every sampled token is known on the host."""

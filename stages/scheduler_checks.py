@@ -250,10 +250,7 @@ class SchedulerOutputCheck:
             )
         is_told = bool(cached.new_token_ids or cached.all_token_ids)
         if is_told or (expected != known).any():
-            # An undo puts back what is dropped or written over, so its value must be known. What arrives may take away
-            # tokens of requests that failed.
-            table.wait_for_tokens()
-            known = table.num_tokens[rows]
+            table.wait_for_tokens()  # an undo puts back what is dropped or written over, so it must be known
         if cached.num_output_tokens and (expected != known).any():
             for position in np.flatnonzero(expected < known).tolist():
                 changes.append((int(rows[position]), int(expected[position]), _NO_TOKEN_IDS))

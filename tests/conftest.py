@@ -20,7 +20,7 @@ settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=
 settings.register_profile(
     "soak",
     deadline=None,
-    max_examples=250,
+    max_examples=200,
     stateful_step_count=200,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

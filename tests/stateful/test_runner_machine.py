@@ -42,6 +42,7 @@ DEEP = (
     *(f"{what} in flight" for what in ("rewind", "abort", "finish", "sleep", "rollback", "fault")),
     *(f"{what} between the strokes" for what in ("abort", "collect", "illegal")),
     *("sent again", "in parts", "dropped", "sampled again", "replayed", "captured", "probed", "spoilt"),
+    "scheduled after its logits were spoilt",
     *("prefix hit, live", "prefix hit, finished", "id used again at once", "chunk", "several at once"),
     *("intruders from a stage", "intruders from a thread", "resume in the step of its preemption"),
 )
@@ -94,7 +95,7 @@ def test_every_history_gives_every_request_what_it_gets_alone(references: Refere
     run_state_machine_as_test(
         machine_of(references, happened),
         settings=settings(
-            max_examples=2 * settings().max_examples,
+            max_examples=3 * settings().max_examples,
             stateful_step_count=max(60, settings().stateful_step_count),
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),

@@ -187,7 +187,7 @@ class Ground:
 
     def state(self) -> dict[str, Any]:
         """What the runner holds."""
-        return logical_state(self.runner, self.books)
+        return logical_state(self.runner)
 
     def check(self) -> None:
         """The runner is what the books say."""

@@ -50,7 +50,7 @@ class Planner:
             is_fresh = ticket.status != "running" or ticket in preempted
             if budget == 0 or len(entries) == config.max_num_seqs or (is_fresh and rows == 0):
                 continue
-            if ticket.is_spoilt or not _fits(ticket, habits.only) or chooser.random() > habits.pick:
+            if (ticket.is_spoilt and is_fresh) or not _fits(ticket, habits.only) or chooser.random() > habits.pick:
                 continue
             known, start = self._extent(chooser, habits, ticket, is_fresh)
             if known - len(ticket.wish.prompt) >= ticket.wish.max_tokens:
@@ -60,6 +60,7 @@ class Planner:
             count = count if chooser.random() < habits.whole else chooser.randint(1, count)
             entry = make(chooser, ticket, (start, count, known))
             entries.append(entry)
+            self._happened["scheduled after its logits were spoilt"] += ticket.is_spoilt
             budget -= entry.count
             rows -= is_fresh
         return Plan(tuple(entries), tuple(preempted), self._output(chooser, entries, preempted))

@@ -14,13 +14,8 @@ from twostroke.stages.sampling.columns import SamplingColumns
 from twostroke.stages.specs import NULL_BLOCK, NULL_ROW
 
 
-def logical_state(runner: ModelRunner, books: Books) -> dict[str, Any]:
-    """Everything that a step may change and an undone step must not: rows as far as they are used, and records.
-
-    How many tokens a request with spoilt logits has depends on what has arrived; that is left out, and so are those of
-    requests that have ended, which the runner has not heard of.
-    """
-    loose = books.unsaid | {req_id for req_id, ticket in books.tickets.items() if ticket.is_spoilt}
+def logical_state(runner: ModelRunner) -> dict[str, Any]:
+    """Everything that a step may change and an undone step must not: rows as far as they are used, and records."""
     table, columns = runner.parts.table, runner.parts.columns
     state: dict[str, Any] = {
         "state": runner.state,
@@ -33,12 +28,10 @@ def logical_state(runner: ModelRunner, books: Books) -> dict[str, Any]:
         collected = record.prompt_logprobs
         state[f"{req_id}: record"] = (id(record), record.row, record.seed, record.sampling_params)
         state[f"{req_id}: prompt"] = record.prompt_token_ids.tolist()
-        if req_id not in loose:
-            state[f"{req_id}: known"] = num_known(table, record)
+        state[f"{req_id}: saved"] = None if record.saved_tokens is None else len(record.saved_tokens)
         state[f"{req_id}: scored"] = None if collected is None else (collected.num_done, collected.is_delivered)
         if (row := record.row) is not None:
-            if req_id not in loose:
-                state[f"{req_id}: tokens"] = device_tokens(table, row)
+            state[f"{req_id}: tokens"] = device_tokens(table, row)
             state[f"{req_id}: counts"] = [
                 int(array[row])
                 for array in (
@@ -54,22 +47,11 @@ def logical_state(runner: ModelRunner, books: Books) -> dict[str, Any]:
 
 def device_tokens(table: RequestTable, row: int) -> list[int]:
     """A row's known tokens on the device, once the writes that wait for the next flush are made."""
-    tokens, record = table.token_ids[row].clone(), next(r for r in table.records.values() if r.row == row)
+    tokens = table.token_ids[row].clone()
     for other, start, values in table._uploads:
         if other == row:
             tokens[start : start + len(values)] = torch.from_numpy(values)
-    return tokens[: num_known(table, record)].tolist()
-
-
-def num_known(table: RequestTable, record: RequestRecord) -> int:
-    """A request's known tokens, once it is taken in that the latest ones failed."""
-    assert record.row is not None or record.saved_tokens is not None
-    count = len(record.saved_tokens) if record.saved_tokens is not None else int(table.num_tokens[record.row])
-    for late, _, failed in table._late:
-        for index in failed:
-            if late.records[index] is record and late.positions[index] == count - 1:
-                count -= 1
-    return count
+    return tokens[: table.num_tokens[row]].tolist()
 
 
 def host_tokens(table: RequestTable, record: RequestRecord) -> list[int]:
@@ -79,11 +61,11 @@ def host_tokens(table: RequestTable, record: RequestRecord) -> list[int]:
         assert record.saved_tokens is not None
         tokens = record.saved_tokens.copy()
     else:
-        tokens = table.token_ids_host[row, : num_known(table, record)].copy()
-    for late, values, failed in table._late:
+        tokens = table.token_ids_host[row, : table.num_tokens[row]].copy()
+    for late, values in table._late:
         for index, other in enumerate(late.records):
             position = int(late.positions[index])
-            if other is record and position < len(tokens) and index not in failed:
+            if other is record and position < len(tokens):
                 tokens[position] = values[index]
     return tokens.tolist()
 
