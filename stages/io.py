@@ -172,9 +172,9 @@ class ModelRunnerOutput:
     """What a step produced. ``req_ids`` is the batch in row order; the other lists run parallel to it.
 
     ``sampled_token_ids[i]`` is empty for a request that sampled nothing (a prompt chunk that is not the last one, or a
-    request in ``request_errors``; the runner counts a token for that one all the same, so a scheduler that keeps it must
-    rewind it with ``num_output_tokens``). ``prompt_logprobs_dict[req_id]`` is the whole table of a prompt, delivered once, by
-    the step that computed the prompt's last position.
+    request in ``request_errors``; the runner counts a token for that one all the same, so a scheduler that keeps it
+    must rewind it with ``num_output_tokens``). ``prompt_logprobs_dict[req_id]`` is the whole table of a prompt,
+    delivered once, by the step that computed the prompt's last position.
     """
 
     req_ids: Sequence[str] = ()
