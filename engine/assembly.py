@@ -18,23 +18,18 @@ from ..stages.input_buffers import InputBuffers
 from ..stages.prepare_inputs import PrepareInputs
 from ..stages.preprocess import Preprocess
 from ..stages.request_table import RequestTable
-from ..stages.sample import Sample
 from ..stages.sampling.columns import SamplingColumns
 from ..stages.step_changes import StepLimits
 from ..stages.ubatch_slice import SliceUBatches
 from ..stages.update_states import UpdateStates
-from .attention.invariant_cpu import InvariantCPUBackend
-from .attention.paged_cpu import PagedCPUBackend
+from .backends import kernels_for
 from .config import DTYPES, EngineConfig
-from .graphs import ClosureGraphRunner, EagerRunner
 from .kv_cache import KVCache, kv_cache_groups
-from .models.invariant import InvariantModel
 from .plugins import apply_stages
 from .stage_set import StageSet
 
 if TYPE_CHECKING:
     from ..fsm import StepMachine
-    from ..stages.attention import AttentionBackend
     from ..stages.device import Device
     from ..stages.forward_context import ForwardTaps, Model
     from ..stages.specs import KVCacheGroupSpec
@@ -69,7 +64,7 @@ def assemble(
         PluginError, WiringError: a stage that the configuration names can't be found, made, or put in place.
     """
     spec = model.spec
-    model, attention = _kernels(model, config)
+    kernels = kernels_for(model, config, device)
     groups = kv_cache_groups(spec, config.block_size)
     columns = SamplingColumns(config.max_num_seqs * 2 + 1, spec.vocab_size)
     limits = _limits(config, spec.vocab_size)
@@ -84,7 +79,7 @@ def assemble(
         device=device,
     )
     kv_cache = KVCache(spec, limits.num_blocks, config.block_size, dtype=DTYPES[config.dtype], device=config.device)
-    graphs = EagerRunner() if config.cudagraph_mode == "NONE" else ClosureGraphRunner()
+    graphs = kernels.graphs
     dispatch = _dispatch(config, graphs)
     update_states = UpdateStates(table, limits)
     stages = StageSet(
@@ -93,11 +88,11 @@ def assemble(
             ("prepare_inputs", PrepareInputs(table, buffers)),
             ("dispatch", dispatch),
             ("ubatch_slice", SliceUBatches(config.num_ubatches)),
-            ("build_attn", BuildAttn(table, buffers, PlanCache(attention, groups))),
+            ("build_attn", BuildAttn(table, buffers, PlanCache(kernels.attention, groups))),
             ("preprocess", Preprocess(buffers)),
-            ("forward", Forward(model, kv_cache.layers, groups, graphs, buffers.query_start_loc, taps)),
+            ("forward", Forward(kernels.model, kv_cache.layers, groups, graphs, buffers.query_start_loc, taps)),
         ),
-        sample=(("sample", Sample(columns, table)), ("commit", Commit(table, spec.vocab_size, on_error))),
+        sample=(("sample", kernels.sample(columns, table)), ("commit", Commit(table, spec.vocab_size, on_error))),
         skip=(("update_states", update_states), ("idle_dispatch", dispatch.idle_step)),
         between_steps=lambda call, work: machine.fire("dummy", work, call=call),
         on_graph_edit=graphs.drop,
@@ -126,13 +121,6 @@ def _limits(config: EngineConfig, vocab_size: int) -> StepLimits:
         vocab_size=vocab_size,
         engine_seed=config.seed,
     )
-
-
-def _kernels(model: Model, config: EngineConfig) -> tuple[Model, AttentionBackend]:
-    """The model and its attention, as they are or in the forms that give a row the same bits in every batch."""
-    if config.batch_invariant:
-        return InvariantModel(model), InvariantCPUBackend()
-    return model, PagedCPUBackend()
 
 
 def _dispatch(config: EngineConfig, graphs: CUDAGraphRunner) -> Dispatch:

@@ -39,10 +39,11 @@ class EngineConfig:
     """Everything that decides how a runner is built.
 
     Sizes are in tokens unless the name says otherwise. ``num_kv_blocks`` includes the reserved null block; "auto" sizes
-    the pool from ``kv_cache_memory_bytes``.
+    the pool from ``kv_cache_memory_bytes``, whose "auto" is 512 MiB on a CPU; on a GPU it is what is left of
+    ``gpu_memory_utilization`` of its memory beside the weights, the largest forward pass and the graphs, measured.
     ``async_scheduling`` makes ``sample_tokens`` return an output that is still on its way; without it, it waits.
-    ``cudagraph_mode`` is one of NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE; on a CPU the graphs are
-    stand-ins that replay closures over fixed buffers ("auto" is NONE there).
+    ``cudagraph_mode`` is one of NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE ("auto" on a GPU); on a CPU
+    the graphs are stand-ins that replay closures over fixed buffers ("auto" is NONE there).
     ``stages`` are put in place when the runner is built: pairs of a stage's name (or ``after:NAME``, ``before:NAME``)
     and what :func:`~twostroke.engine.plugins.load_stage` takes.
     ``batch_invariant`` gives a request bit-equal logits alone and in any batch, chunking and padding, for more time.
@@ -56,7 +57,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     num_kv_blocks: int | Literal["auto"] = "auto"
-    kv_cache_memory_bytes: int = 512 * 2**20
+    kv_cache_memory_bytes: int | Literal["auto"] = "auto"
+    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     async_scheduling: bool = True
     cudagraph_mode: str = "auto"
@@ -68,15 +70,17 @@ class EngineConfig:
     stages: tuple[tuple[str, str], ...] = field(default=(), converter=_pairs)
     batch_invariant: bool = False
 
-    def resolve(self, spec: ModelSpec) -> EngineConfig:
-        """This configuration with every "auto" decided for a model.
+    def resolve(
+        self, spec: ModelSpec, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    ) -> EngineConfig:
+        """This configuration with every "auto" decided for a model whose weights lie on ``device`` in ``dtype``.
 
         Raises:
             InvalidConfig: a value that cannot work with this model or machine.
         """
         from .config_rules import resolved
 
-        return resolved(self, spec)
+        return resolved(self, spec, device or torch.device("cpu"), dtype)
 
     def replace(self, **changes: object) -> EngineConfig:
         """A copy with some values changed."""

@@ -11,6 +11,7 @@ from .config import DTYPES, EngineConfig, InvalidConfig
 from .kv_cache import block_bytes, kv_cache_groups
 
 _MAX_AUTO_CAPTURE_SIZE = 256
+_AUTO_CPU_BYTES = 512 * 2**20
 _MODES = ("auto", "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _INTEGERS = (
     # name, the least it may be, whether it may be "auto"
@@ -19,7 +20,7 @@ _INTEGERS = (
     ("block_size", 1, False),
     ("max_model_len", 1, True),
     ("num_kv_blocks", 2, True),
-    ("kv_cache_memory_bytes", 1, False),
+    ("kv_cache_memory_bytes", 1, True),
     ("num_ubatches", 1, False),
     ("ubatch_decode_threshold", 0, False),
     ("ubatch_prefill_threshold", 0, False),
@@ -27,17 +28,17 @@ _INTEGERS = (
 )
 
 
-def resolved(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """``config`` with every "auto" decided for a model of this shape on this machine.
+def resolved(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> EngineConfig:
+    """``config`` with every "auto" decided for a model of this shape, whose weights lie on ``device`` in ``dtype``.
 
     Raises:
         InvalidConfig: naming the value, what is wrong with it, and what would work.
     """
     _check_values(config)
-    device = resolved_device(config.device)
-    dtype = resolved_dtype(config.dtype)
+    _check_device(config, device)
+    dtype_name = config.dtype if config.dtype != "auto" else _name_of(dtype)
     max_model_len = _max_model_len(config, spec)
-    num_kv_blocks = _num_kv_blocks(config, spec, DTYPES[dtype])
+    num_kv_blocks = _num_kv_blocks(config, spec, DTYPES[dtype_name], device)
     # Every KV-cache group keeps all tokens of a request, in blocks of the one pool.
     num_groups = len(kv_cache_groups(spec, config.block_size))
     usable = (num_kv_blocks - 1) // max(num_groups, 1) * config.block_size
@@ -54,10 +55,10 @@ def resolved(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         max_model_len = usable
     mode = config.cudagraph_mode
     if mode == "auto":
-        mode = "NONE"
+        mode = "NONE" if device.type == "cpu" else "FULL_AND_PIECEWISE"
     return config.replace(
-        device=device,
-        dtype=dtype,
+        device=str(device),
+        dtype=dtype_name,
         max_model_len=max_model_len,
         num_kv_blocks=num_kv_blocks,
         cudagraph_mode=mode,
@@ -65,20 +66,26 @@ def resolved(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     )
 
 
-def resolved_device(device: str) -> str:
-    """The device to run on. There are no kernels for others than the CPU yet."""
-    if device not in ("auto", "cpu"):
-        raise InvalidConfig(f"device {device!r} is not supported yet; use 'cpu' or 'auto'")
-    return "cpu"
+def _check_device(config: EngineConfig, device: torch.device) -> None:
+    """Whether the model lies where the configuration wants it, and everything asked for exists there."""
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidConfig(f"device {str(device)!r} is not supported; use 'cpu', 'cuda' or 'auto'")
+    if config.device != "auto":
+        try:
+            wanted = torch.device(config.device)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidConfig(f"device {config.device!r} is unknown; use 'cpu', 'cuda' or 'auto'") from error
+        if wanted.type != device.type or wanted.index not in (None, device.index):
+            raise InvalidConfig(f"the model's weights lie on {device}, and the device is to be {config.device!r}")
+    if config.batch_invariant and device.type != "cpu":
+        raise InvalidConfig("batch_invariant has kernels for a CPU only; use device='cpu' with it")
 
 
-def resolved_dtype(dtype: str) -> str:
-    """The name of the compute type; "auto" is float32 on a CPU."""
-    if dtype == "auto":
-        return "float32"
-    if dtype not in DTYPES:
-        raise InvalidConfig(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)} or 'auto'")
-    return dtype
+def _name_of(dtype: torch.dtype) -> str:
+    for name, known in DTYPES.items():
+        if known is dtype:
+            return name
+    raise InvalidConfig(f"weights of {dtype} are not supported; use one of {', '.join(DTYPES)}")
 
 
 def _check_values(config: EngineConfig) -> None:
@@ -91,6 +98,11 @@ def _check_values(config: EngineConfig) -> None:
             hint = " (block 0 is the null block)" if name == "num_kv_blocks" else ""
             auto = " or 'auto'" if may_be_auto else ""
             raise InvalidConfig(f"{name} must be an integer of at least {low}{hint}{auto}, got {value!r}")
+    if config.dtype != "auto" and config.dtype not in DTYPES:
+        raise InvalidConfig(f"dtype {config.dtype!r} is unknown; use one of {', '.join(DTYPES)} or 'auto'")
+    share = config.gpu_memory_utilization
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise InvalidConfig(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
     for name in ("enable_prefix_caching", "async_scheduling", "batch_invariant"):
         if not isinstance(getattr(config, name), bool):
             raise InvalidConfig(f"{name} must be True or False, got {getattr(config, name)!r}")
@@ -122,11 +134,15 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_len
 
 
-def _num_kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+def _num_kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     if config.num_kv_blocks != "auto":
         return config.num_kv_blocks
     size = block_bytes(spec.attention_layers, config.block_size, dtype)
-    budget = min(config.kv_cache_memory_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    budget = config.kv_cache_memory_bytes
+    if budget == "auto":
+        budget = _AUTO_CPU_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu":
+        budget = min(budget, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     if budget < 2 * size:
         raise InvalidConfig(f"{budget} bytes hold no KV-cache block of {size} bytes; raise kv_cache_memory_bytes")
     return budget // size

@@ -76,6 +76,15 @@ class DummyRuns:
             count += 1
         return count
 
+    @property
+    def graph_bytes(self) -> int:
+        """What the captured graphs hold."""
+        return self._parts.graphs.describe().static_bytes
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured."""
+        self._parts.graphs.drop("only measured")
+
     def run_plan(self, plan: BatchExecutionDescriptor, pipeline: Pipeline | None = None) -> None:
         """One forward pass of exactly this plan, through the dummy pipeline or one derived from it."""
         pipeline = pipeline or self._parts.stages.dummy

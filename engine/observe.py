@@ -273,6 +273,7 @@ class ActivationHooks(StageObserver, ForwardTaps):
 class _TappedSegments(SegmentRunner):
     """Runs the pieces of a model that names what it computes: piece i ends layer i - 1 and begins layer i."""
 
+    is_tapped = True
     _hooks: ActivationHooks
     _rows: _Rows
 

@@ -8,11 +8,12 @@ import torch
 
 from ..fsm import SLEEP_PARTS, InputRefused, LifeMachine, LifeState, Observers, StepMachine, StepState, Transaction
 from ..stages.columns import Column
-from ..stages.device import Device, HostDevice
+from ..stages.device import Device
 from ..stages.forward_context import Model
 from ..stages.sampling_params import SamplingParams
 from ..stages.specs import KVCacheGroupSpec, ModelSpec
 from .assembly import Assembly, assemble
+from .backends import device_for
 from .config import EngineConfig
 from .dummy_runs import DummyRuns, ProfileResult
 from .loading import LoadedModel, load_model
@@ -31,7 +32,7 @@ class RunnerLife:
         self._hooks = ActivationHooks(self.observers)
         self.loaded: LoadedModel | None = None
         self._model = model
-        self._device = device or HostDevice()
+        self._device = device
         self._parts: Assembly | None = None
         self._machine = StepMachine()
         self._life = LifeMachine()
@@ -152,10 +153,29 @@ class RunnerLife:
             if model is None:
                 self.loaded = load_model(self.config.model, device=self.config.device, dtype=self.config.dtype)
                 model = self.loaded.model
-            self.config = self.config.resolve(model.spec)
             self._model = model
+            self.config = self._resolved(model)
 
         self._life.load(load)
+
+    def _resolved(self, model: Model) -> EngineConfig:
+        """The configuration for this model; where the KV cache is to fill a GPU, its size is measured first."""
+        device, dtype = _place_of(model)
+        asked = self.config
+        config = asked.resolve(model.spec, device=device, dtype=dtype)
+        if self._device is None:
+            self._device = device_for(config.device)
+        if device.type != "cuda" or asked.num_kv_blocks != "auto" or asked.kv_cache_memory_bytes != "auto":
+            return config
+        from .cuda.memory import kv_cache_budget
+
+        budget = kv_cache_budget(config, device, lambda tried: DummyRuns(self._trial(model, tried)))
+        return asked.replace(kv_cache_memory_bytes=budget).resolve(model.spec, device=device, dtype=dtype)
+
+    def _trial(self, model: Model, config: EngineConfig) -> Assembly:
+        """Tables, buffers and stages of their own, with the smallest KV cache."""
+        assert self._device is not None, "the device is known once the configuration is"
+        return assemble(model, config.replace(num_kv_blocks=2), StepMachine(), self._device, self._fault)
 
     def initialize_kv_cache(self) -> None:
         """Allocate the KV cache, tables and buffers, and build the stages.
@@ -166,6 +186,7 @@ class RunnerLife:
 
         def initialize() -> None:
             model = self._loaded_model("initialize_kv_cache")
+            assert self._device is not None, "a loaded runner has its device"
             self._parts = assemble(model, self.config, self._machine, self._device, self._fault, self._hooks)
             self._hooks.use_graphs(self._parts.graphs.captured)
 
@@ -191,9 +212,8 @@ class RunnerLife:
         model = self._loaded_model("profile_run")
 
         def profile() -> ProfileResult:
-            config = self.config.replace(num_kv_blocks=2, cudagraph_mode="NONE", cudagraph_capture_sizes=())
-            parts = assemble(model, config, StepMachine(), self._device, self._fault)
-            return DummyRuns(parts).profile()
+            config = self.config.replace(cudagraph_mode="NONE", cudagraph_capture_sizes=())
+            return DummyRuns(self._trial(model, config)).profile()
 
         return self._machine.fire("dummy", profile, call="profile_run")
 
@@ -296,3 +316,10 @@ class RunnerLife:
 
     def _fault(self, error: BaseException) -> None:
         self._life.fault(f"a step failed on the device: {type(error).__name__}: {error}", error)
+
+
+def _place_of(model: Model) -> tuple[torch.device, torch.dtype]:
+    """Where the weights of a model of this engine lie, and in what type; others are on the CPU in float32."""
+    if isinstance(model, Decoder):
+        return model.weights.embedding.device, model.weights.embedding.dtype
+    return torch.device("cpu"), torch.float32

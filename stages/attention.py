@@ -17,7 +17,7 @@ class AttentionBatch:
     Tensors are views of the engine's fixed buffers, padded to the planned shape: ``query_start_loc`` int32
     ``[num_reqs + 1]`` starting at 0, ``seq_lens`` int32 ``[num_reqs]`` (0 = padding), ``block_table`` int32
     ``[num_reqs, max_blocks]``, ``slot_mapping`` int64 ``[num_tokens]`` (-1 = padding). ``*_host`` hold the same in host
-    memory. ``num_reqs`` and ``num_tokens`` are padded sizes.
+    memory. ``num_reqs`` and ``num_tokens`` are padded sizes, ``max_query_len`` and ``max_seq_len`` upper bounds.
     """
 
     num_reqs: int
@@ -46,12 +46,12 @@ class AttentionPlan(Protocol):
     def run(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         layer: AttentionLayerSpec,
     ) -> torch.Tensor:
-        """Store key and value in the cache, then attend.
+        """Store key and value in the cache, unless they are None because they lie there already, then attend.
 
         Args:
             query: ``[num_tokens, num_heads, head_size]``.

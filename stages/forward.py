@@ -66,12 +66,13 @@ class Forward:
         """Logits in the order of ``inputs.logits_indices``, and the hidden states of the real tokens."""
         num_tokens = len(inputs.input_ids)
         if execution.mode is CUDAGraphMode.FULL:
-            hidden, logits = self._execute(execution, partial(self._to_logits, execution, attention), model_inputs)
+            forward = partial(self._to_logits, execution, attention)
+            hidden, logits = self._execute(execution, forward, model_inputs)
             logits = self._taps.logits(_wanted_rows(logits, inputs, execution))
             return ExecuteModelState(logits, hidden[:num_tokens])
         parts: list[torch.Tensor] = []
         for index, part in enumerate(ubatches.padded):
-            forward = partial(self._to_hidden, attention, index)
+            forward = partial(self._to_hidden, attention, index, part.token_slice)
             hidden = self._execute(execution, forward, _part(model_inputs, part.token_slice), index)
             assert isinstance(hidden, torch.Tensor), "a forward to hidden states gives one tensor"
             # What a graph returns is overwritten by its next replay, which may be the next micro-batch's.
@@ -82,14 +83,21 @@ class Forward:
         return ExecuteModelState(self._taps.logits(self._model.compute_logits(scored)), hidden)
 
     def _to_hidden(
-        self, attention: AttentionMetadata, ubatch: int, model_inputs: ModelInputs, segments: SegmentRunner
+        self,
+        attention: AttentionMetadata,
+        ubatch: int,
+        tokens: slice,
+        model_inputs: ModelInputs,
+        segments: SegmentRunner,
     ) -> torch.Tensor:
         """Hidden states ``[padded tokens, hidden]`` of one micro-batch."""
         plans = attention.plans[ubatch]
+        slots = [mapping[tokens] for mapping in attention.slot_mapping]
         context = ForwardContext(
             spec=self._model.spec,
             plans=[plans[group] for group in self._group_of_layer],
             kv_caches=self._kv_caches,
+            slots=[slots[group] for group in self._group_of_layer],
             segments=self._taps.segments(segments, ubatch),
             ubatch=ubatch,
         )
@@ -103,7 +111,7 @@ class Forward:
         segments: SegmentRunner,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All of a FULL graph: hidden states, and logits of every token (uniform) or of each request's last one."""
-        hidden = self._to_hidden(attention, 0, model_inputs, segments)
+        hidden = self._to_hidden(attention, 0, slice(0, execution.num_tokens), model_inputs, segments)
         if execution.descriptor is not None and execution.descriptor.uniform:
             return hidden, self._model.compute_logits(hidden)
         last_tokens = self._query_start_loc[1 : execution.num_reqs + 1].to(torch.int64) - 1

@@ -40,26 +40,31 @@ NO_TAPS = ForwardTaps()
 class ForwardContext:
     """One forward of one micro-batch.
 
-    ``plans[layer]`` and ``kv_caches[layer]`` are indexed by attention layer (layers of one group share a plan).
+    ``plans[layer]``, ``kv_caches[layer]`` and ``slots[layer]`` (int64 ``[num_tokens]``, -1 = padding) are indexed by
+    attention layer; layers of one group share plan and slots.
     """
 
     spec: ModelSpec
     plans: Sequence[AttentionPlan]
     kv_caches: Sequence[torch.Tensor]
+    slots: Sequence[torch.Tensor] = ()
     segments: SegmentRunner = EAGER_SEGMENTS
     ubatch: int = 0
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attention of ``layer``: ``[num_tokens, heads * head_size]`` in and out, or the same unflattened (3-D).
 
-        Keys and values are stored in the paged cache on the way.
+        Keys and values are stored in the paged cache on the way; None where the model has written them to their slots.
         """
         layer_spec = self.spec.attention_layers[layer]
         num_tokens, size = query.shape[0], layer_spec.head_size
+        kv_shape = (num_tokens, layer_spec.num_kv_heads, size)
         output = self.plans[layer].run(
             query.view(num_tokens, layer_spec.num_heads, size),
-            key.view(num_tokens, layer_spec.num_kv_heads, size),
-            value.view(num_tokens, layer_spec.num_kv_heads, size),
+            None if key is None else key.view(kv_shape),
+            None if value is None else value.view(kv_shape),
             self.kv_caches[layer],
             layer_spec,
         )

@@ -80,6 +80,11 @@ class Decoder:
         return self._spec
 
     @property
+    def rope_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines ``[max_position, head_dim]`` (halves equal) and sines ``[max_position, head_dim / 2]``."""
+        return self._cosines, self._sines
+
+    @property
     def observable(self) -> tuple[str, ...]:
         """What its pieces show to a tap, as :mod:`~twostroke.engine.observe` names it, in the order of computing."""
         layers = range(len(self._layers))

@@ -1,0 +1,74 @@
+"""What computes on each kind of device: the model's form, attention, sampling and graphs that go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from ..stages.device import Device, HostDevice
+from ..stages.sample import Sample
+from .attention.invariant_cpu import InvariantCPUBackend
+from .attention.paged_cpu import PagedCPUBackend
+from .config import EngineConfig
+from .graphs import ClosureGraphRunner, EagerRunner
+from .models import Decoder
+from .models.invariant import InvariantModel
+
+if TYPE_CHECKING:
+    from ..stages.attention import AttentionBackend
+    from ..stages.forward_context import Model
+    from ..stages.graphs import CUDAGraphRunner
+    from ..stages.sampling.columns import SamplingColumns
+    from ..stages.sampling.step import TokenHistory
+
+PDL_CAPABILITY = (9, 0)
+"""The first compute capability with programmatic dependent launch."""
+
+
+@frozen(kw_only=True, eq=False)
+class Kernels:
+    """Parts of a runner that differ with the device. ``sample`` makes the sample stage."""
+
+    model: Model
+    attention: AttentionBackend
+    graphs: CUDAGraphRunner
+    sample: Callable[[SamplingColumns, TokenHistory], Callable[..., object]]
+
+
+def kernels_for(model: Model, config: EngineConfig, device: Device) -> Kernels:
+    """The parts for a resolved configuration."""
+    if device.torch_device.type == "cuda":
+        return _cuda(model, config, device.torch_device)
+    graphs = EagerRunner() if config.cudagraph_mode == "NONE" else ClosureGraphRunner()
+    if config.batch_invariant:
+        return Kernels(model=InvariantModel(model), attention=InvariantCPUBackend(), graphs=graphs, sample=Sample)
+    return Kernels(model=model, attention=PagedCPUBackend(), graphs=graphs, sample=Sample)
+
+
+def device_for(name: str) -> Device:
+    """The device of a resolved configuration."""
+    if torch.device(name).type == "cpu":
+        return HostDevice()
+    from .cuda.device import CudaDevice
+
+    return CudaDevice(name)
+
+
+def _cuda(model: Model, config: EngineConfig, device: torch.device) -> Kernels:
+    from .attention.triton_paged import TritonPagedBackend
+    from .cuda.fused_decoder import FusedDecoder, fuses
+    from .cuda.graphs import CudaGraphRunner
+    from .cuda.sample import CudaSample
+
+    pdl = torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
+    if isinstance(model, Decoder) and fuses(model):
+        model = FusedDecoder(model, pdl=pdl)
+    return Kernels(
+        model=model,
+        attention=TritonPagedBackend(model.spec, config.max_num_seqs, device, pdl=pdl),
+        graphs=EagerRunner() if config.cudagraph_mode == "NONE" else CudaGraphRunner(device),
+        sample=lambda columns, table: CudaSample(columns, table, device),
+    )

@@ -1,0 +1,69 @@
+"""Products with a weight on a GPU: a split kernel of few rows, or cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..kernels.linear import LinearConfig, skinny_linear
+from ..kernels.norm import silu_mul
+from ..models.linear import Linear
+
+# Rows up to which a split kernel beats cuBLAS on an H200, by examples/benchmarks/gpu_sweep.py; see GPU_NOTES.md there.
+MOST_SPLIT_ROWS = 64
+MOST_SPLIT_ROWS_OF_NARROW = 128
+NARROW = 1024
+MOST_GATED_ROWS = 32
+WIDEST = 32_768  # beyond, which is the head of a model, cuBLAS reads at the speed of memory itself
+ENOUGH_PROGRAMS = 256
+
+
+def product_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig | None:
+    """The split kernel for a product of these sizes; None for cuBLAS."""
+    most = MOST_SPLIT_ROWS_OF_NARROW if size_out <= NARROW else MOST_SPLIT_ROWS
+    if num_rows > most or size_out > WIDEST:
+        return None
+    block_in = 128 if num_rows <= MOST_SPLIT_ROWS else 64
+    num_blocks = -(-size_out // 64)
+    for split in (8, 4, 2):
+        if num_blocks * split <= ENOUGH_PROGRAMS and size_in % (split * block_in) == 0:
+            return LinearConfig(64, block_in, split)
+    return LinearConfig(64, block_in, 1)
+
+
+def gated_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig | None:
+    """The kernel that multiplies with gate and up projections and activates, ``size_out`` each; None for cuBLAS."""
+    if num_rows > MOST_GATED_ROWS:
+        return None
+    return LinearConfig(32, 256 if size_out <= 4096 else 128, 1)
+
+
+class CudaLinear:
+    """``x @ weight.T + bias``, where the next kernel is one that adds up parts."""
+
+    def __init__(self, linear: Linear, *, pdl: bool) -> None:
+        self._weight, self._bias = linear.weight, linear.bias
+        self._pdl = pdl
+        self._has_kernels = linear.weight.dtype != torch.float32
+
+    def parts(self, rows: torch.Tensor) -> torch.Tensor:
+        """Parts ``[split, num_rows, out]`` that add up to the product."""
+        size_out, size_in = self._weight.shape
+        config = product_config(size_in, size_out, rows.shape[0]) if self._has_kernels else None
+        if config is None:
+            return F.linear(rows, self._weight, self._bias)[None]
+        return skinny_linear(rows, self._weight, self._bias, config, pdl=self._pdl)
+
+    def gated(self, rows: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up``, where the weight stacks the two, ``[num_rows, out / 2]``."""
+        size_out, size_in = self._weight.shape
+        config = gated_config(size_in, size_out // 2, rows.shape[0]) if self._has_kernels else None
+        if config is None:
+            return silu_mul(F.linear(rows, self._weight, self._bias), pdl=self._pdl)
+        return skinny_linear(rows, self._weight, self._bias, config, gated=True, pdl=self._pdl)[0]
+
+    def product_float32(self, rows: torch.Tensor) -> torch.Tensor:
+        """The product without its last rounding, float32 ``[num_rows, out]``; for weights without a bias."""
+        if self._weight.dtype == torch.float32 or not rows.is_cuda:
+            return F.linear(rows, self._weight).float()
+        return torch.mm(rows, self._weight.t(), out_dtype=torch.float32)

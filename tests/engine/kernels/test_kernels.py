@@ -1,0 +1,159 @@
+"""Each kernel against its torch reference, on a GPU or under Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from twostroke.engine.kernels.linear import LinearConfig, skinny_linear
+from twostroke.engine.kernels.norm import add_rms_norm, embed_rms_norm, silu_mul
+from twostroke.engine.kernels.rope import HeadNorms, RopeTables, rope_store
+from twostroke.engine.kernels.sampling import DrawParams, choose_tokens
+from twostroke.engine.models.norm import RMSNorm
+from twostroke.engine.models.rope import rotate
+from twostroke.stages.records import NOTHING_LEFT
+from twostroke.stages.sampling.draw import gumbel_sample
+from twostroke.stages.sampling.random import NoisePurpose, noise_keys
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device=DEVICE, dtype=dtype)
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == wanted.shape
+    scale = wanted.float().abs().max().clamp(min=1.0)
+    assert ((got.float() - wanted.float()).abs().max() / scale).item() <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 33])
+@pytest.mark.parametrize(
+    ("size_in", "size_out", "config"),
+    [
+        (64, 48, LinearConfig(16, 16, 1)),
+        (96, 40, LinearConfig(16, 32, 3)),
+        (100, 33, LinearConfig(32, 32, 2)),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_skinny_linear_parts_add_up_to_the_product(
+    dtype: torch.dtype, num_rows: int, size_in: int, size_out: int, config: LinearConfig, has_bias: bool
+) -> None:
+    rows, weight = randn(num_rows, size_in, dtype=dtype), randn(size_out, size_in, dtype=dtype, seed=1)
+    bias = randn(size_out, dtype=dtype, seed=2) if has_bias else None
+    parts = skinny_linear(rows, weight, bias, config)
+    assert parts.shape == (config.split, num_rows, size_out)
+    assert_close(parts.float().sum(0), F.linear(rows, weight, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+def test_gated_linear_activates_the_gate(dtype: torch.dtype, num_rows: int) -> None:
+    rows, weight = randn(num_rows, 64, dtype=dtype), randn(2 * 40, 64, dtype=dtype, seed=1) * 0.1
+    gate, up = F.linear(rows.float(), weight.float()).chunk(2, dim=1)
+    got = skinny_linear(rows, weight, None, LinearConfig(16, 32, 1), gated=True)
+    assert_close(got[0], F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("split", "num_rows", "size"), [(1, 1, 32), (3, 4, 48), (2, 7, 1000)])
+def test_add_rms_norm(dtype: torch.dtype, split: int, num_rows: int, size: int) -> None:
+    parts, residual = randn(split, num_rows, size), randn(num_rows, size, dtype=dtype, seed=1)
+    weight = randn(size, dtype=dtype, seed=2)
+    total, normed = add_rms_norm(parts, residual, weight, 1e-5)
+    wanted = (parts.sum(0) + residual.float()).to(dtype)
+    assert_close(total, wanted, dtype)
+    assert_close(normed, RMSNorm(weight.float().cpu(), 1e-5)(total.float().cpu()).to(DEVICE), dtype)
+
+
+def test_embed_rms_norm() -> None:
+    ids = torch.tensor([3, 0, 3, 9], dtype=torch.int32, device=DEVICE)
+    table, weight = randn(10, 24), randn(24, seed=1)
+    states, normed = embed_rms_norm(ids, table, weight, 1e-6)
+    assert torch.equal(states, table[ids.long()])
+    assert_close(normed, F.rms_norm(states, (24,), weight, 1e-6), torch.float32)
+
+
+def test_silu_mul() -> None:
+    gate_up = randn(5, 2 * 70)
+    gate, up = gate_up.chunk(2, dim=1)
+    assert_close(silu_mul(gate_up), F.silu(gate) * up, torch.float32)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(4, 2, 8), (3, 1, 24), (6, 2, 16)])
+@pytest.mark.parametrize(("num_tokens", "split"), [(1, 2), (5, 1), (70, 1)])
+def test_rope_store(
+    has_norm: bool, num_heads: int, num_kv_heads: int, head_size: int, num_tokens: int, split: int
+) -> None:
+    parts = randn(split, num_tokens, (num_heads + 2 * num_kv_heads) * head_size)
+    positions = torch.arange(num_tokens, device=DEVICE) * 3 % 50
+    angles = randn(50, head_size // 2, seed=4)
+    rope = RopeTables(torch.cat((angles.cos(), angles.cos()), 1), angles.sin())
+    norms = HeadNorms(randn(head_size, seed=5), randn(head_size, seed=6), 1e-6) if has_norm else None
+    slots = torch.randperm(num_tokens + 8, generator=torch.Generator().manual_seed(7))[:num_tokens].to(DEVICE)
+    if num_tokens > 1:
+        slots[num_tokens // 2] = -1
+    cache = torch.full((2, (num_tokens + 11) // 4, 4, num_kv_heads, head_size), torch.nan, device=DEVICE)
+    before = cache.clone()
+    query = rope_store(parts, positions, slots, rope, cache, norms)
+
+    heads = parts.sum(0).view(num_tokens, -1, head_size)
+    queries, keys, values = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if norms is not None:
+        queries = F.rms_norm(queries, (head_size,), norms.query, 1e-6)
+        keys = F.rms_norm(keys, (head_size,), norms.key, 1e-6)
+    cosines, sines = rope.cosines[positions][:, None], rope.sines[positions][:, None]
+    assert_close(query.view(queries.shape), rotate(queries, cosines, sines), torch.float32)
+    stored = slots >= 0
+    flat = cache.view(2, -1, num_kv_heads, head_size)
+    assert_close(flat[0, slots[stored]], rotate(keys, cosines, sines)[stored], torch.float32)
+    assert_close(flat[1, slots[stored]], values[stored], torch.float32)
+    others = torch.ones(flat.shape[1], dtype=torch.bool, device=DEVICE)
+    others[slots[stored]] = False
+    assert flat[:, others].isnan().all()
+    assert before.isnan().all()
+
+
+def greedy(num_rows: int) -> DrawParams:
+    words = torch.zeros(2, num_rows, dtype=torch.int32, device=DEVICE)
+    return DrawParams(torch.zeros(num_rows, device=DEVICE), words, words[0])
+
+
+@pytest.mark.parametrize("vocab", [50, 4096, 9001])
+def test_choose_tokens_draws_what_the_torch_sampler_draws(vocab: int) -> None:
+    logits = randn(6, vocab) * 3
+    seeds = torch.randint(-(2**31), 2**31 - 1, (2, 6), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    positions = torch.tensor([5, 1, 0, 77, 2, 4096], dtype=torch.int32)
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 2.0, 0.0, 0.7])
+    params = DrawParams(temperatures.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE))
+    tokens, health = choose_tokens(logits, params)
+    assert not health.any()
+    scaled = logits.cpu() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    drawn = gumbel_sample(scaled, noise_keys(*seeds, positions, NoisePurpose.SAMPLE))
+    wanted = torch.where(temperatures > 0, drawn, logits.cpu().argmax(1))
+    assert tokens.tolist() == wanted.tolist()
+
+
+def test_choose_tokens_of_some_rows_and_their_health() -> None:
+    logits = randn(5, 100)
+    logits[1] = -torch.inf
+    logits[3, 7] = torch.nan
+    logits[3, 90] = torch.nan
+    rows = torch.tensor([3, 1, 4], device=DEVICE)
+    tokens, health = choose_tokens(logits, greedy(3), rows)
+    assert health.tolist() == [2, NOTHING_LEFT, 0]
+    assert int(tokens[2]) == int(logits[4].argmax())
+    assert ((tokens >= 0) & (tokens < 100)).all()
+
+
+def test_equal_logits_choose_the_lowest_id() -> None:
+    logits = torch.zeros(2, 10_000, device=DEVICE)
+    logits[0, [5000, 9000]] = 1.0
+    assert choose_tokens(logits, greedy(2))[0].tolist() == [5000, 0]
