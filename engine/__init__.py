@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from .scheduler import RequestRefused, Scheduler, SchedulerConfig
     from .serving_loop import ServingLoop
     from .stage_set import StageSet
+    from .structured import GrammarSpec
 
 _HOME = {
     "EngineConfig": ".config",
+    "GrammarSpec": ".structured",
     "InvalidConfig": ".config",
     "LLM": ".llm",
     "LoadedModel": ".loading",
@@ -39,6 +41,7 @@ _HOME = {
 __all__ = [
     "LLM",
     "EngineConfig",
+    "GrammarSpec",
     "InvalidConfig",
     "LoadedModel",
     "ModelRunner",

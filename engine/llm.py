@@ -13,12 +13,15 @@ from ..stages.sampling_params import SamplingParams
 from .config import EngineConfig
 from .loop_admission import Prompt, is_chat
 from .loop_handle import RequestHandle
+from .loop_structured import Structure
 from .model_runner import ModelRunner, build_runner
 from .outputs import RequestOutput
 from .serving_loop import ServingLoop
+from .structured import InvalidGrammar
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Grammars = Structure | Sequence[Structure | None] | None
 Chat = Sequence[Mapping[str, Any]]
 
 
@@ -42,13 +45,14 @@ class LLM:
         self._close = weakref.finalize(self, _shut, self.loop, self.runner)
 
     def generate(
-        self, prompts: Prompts, sampling_params: Params = None, *, progress: bool = False
+        self, prompts: Prompts, sampling_params: Params = None, *, grammar: Grammars = None, progress: bool = False
     ) -> list[RequestOutput]:
         """Results in the order of the prompts.
 
         Args:
             prompts: one or a list of: text, token ids (a list, or ``{"prompt_token_ids": [...]}``), chat messages.
             sampling_params: for all prompts, or a list with one for each.
+            grammar: what the texts have to be (a :class:`GrammarSpec`), for all prompts, or a list with one for each.
             progress: count what is done on stderr.
 
         Raises:
@@ -57,8 +61,9 @@ class LLM:
         chosen = as_prompts(prompts)
         handles: list[RequestHandle] = []
         try:
-            for prompt, params in zip(chosen, _params_for(chosen, sampling_params), strict=True):
-                handles.append(self.loop.add(prompt, params))
+            rows = zip(chosen, _params_for(chosen, sampling_params), _grammars_for(chosen, grammar), strict=True)
+            for prompt, params, structure in rows:
+                handles.append(self.loop.add(prompt, params, grammar=structure))
             results: list[RequestOutput] = []
             for handle in handles:
                 results.append(handle.result())
@@ -70,14 +75,21 @@ class LLM:
                 handle.close()
 
     def chat(
-        self, messages: Chat | Sequence[Chat], sampling_params: Params = None, *, progress: bool = False
+        self,
+        messages: Chat | Sequence[Chat],
+        sampling_params: Params = None,
+        *,
+        grammar: Grammars = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Like :meth:`generate`, for one conversation or a list of them."""
-        return self.generate(messages, sampling_params, progress=progress)
+        return self.generate(messages, sampling_params, grammar=grammar, progress=progress)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestHandle:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, grammar: Structure | None = None
+    ) -> RequestHandle:
         """One prompt, to be iterated over (``for`` or ``async for``) while its text comes."""
-        return self.loop.add(prompt, sampling_params or SamplingParams())
+        return self.loop.add(prompt, sampling_params or SamplingParams(), grammar=grammar)
 
     def close(self) -> None:
         """Stop serving and free the model; requests in flight end with finish reason "abort". Idempotent."""
@@ -106,6 +118,14 @@ def _params_for(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingP
     if len(params) != len(prompts):
         raise InvalidSamplingParams("sampling_params", f"{len(params)} were given for {len(prompts)} prompts")
     return params
+
+
+def _grammars_for(prompts: Sequence[Prompt], grammar: Grammars) -> Sequence[Structure | None]:
+    if not isinstance(grammar, list | tuple):
+        return [grammar] * len(prompts)  # pyright: ignore[reportReturnType]
+    if len(grammar) != len(prompts):
+        raise InvalidGrammar("grammar", f"{len(grammar)} were given for {len(prompts)} prompts")
+    return grammar
 
 
 def _show_progress(done: int, total: int) -> None:

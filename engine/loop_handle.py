@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Self
 
 from attrs import define, evolve, field
@@ -93,6 +93,7 @@ class RequestHandle:
         self._end = threading.Condition(self._lock)  # apart, so that who waits for it sleeps through the deltas
         self._num_readers = 0  # threads that wait for news; nobody is woken where there are none
         self._waiters: list[asyncio.Future[None]] = []
+        self._end_waiters: list[asyncio.Future[None]] = []  # apart, as above
 
     @property
     def request_id(self) -> str:
@@ -103,6 +104,11 @@ class RequestHandle:
     def finished(self) -> bool:
         """Whether nothing more will come (there may be deltas left to read)."""
         return self._output.finished
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the first token has come."""
+        return self._has_tokens
 
     def close(self) -> None:
         """Abort the request unless it has finished; never blocks on the model."""
@@ -121,6 +127,17 @@ class RequestHandle:
             if self._error is not None:
                 raise self._error
             return evolve(self._output, outputs=tuple(completion.output() for completion in self._completions))
+
+    async def wait(self) -> RequestOutput:
+        """:meth:`result` for an event loop: nothing is done for the tokens on the way. Raises what that raises."""
+        while not self._output.finished:
+            with self._lock:
+                if self._output.finished:
+                    break
+                waiter = asyncio.get_running_loop().create_future()
+                self._end_waiters = [waiter, *(other for other in self._end_waiters if not other.done())]
+            await waiter
+        return self.result(0)
 
     def __iter__(self) -> Self:
         return self
@@ -198,6 +215,8 @@ class RequestHandle:
         metrics = evolve(self._output.metrics, finished_time=time.monotonic())
         self._output = evolve(self._output, metrics=metrics, finished=True)
         self._end.notify_all()
+        waiters, self._end_waiters = self._end_waiters, []
+        _wake_all(waiters)
 
     def _has_news(self) -> bool:
         return self._output.finished or any(completion.has_news for completion in self._completions)
@@ -214,11 +233,15 @@ class RequestHandle:
     def _notify(self) -> None:
         self._news.notify_all()
         waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            try:
-                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
-            except RuntimeError:  # its event loop was closed: nobody waits any more
-                continue
+        _wake_all(waiters)
+
+
+def _wake_all(waiters: Iterable[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        try:
+            waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+        except RuntimeError:  # its event loop was closed: nobody waits any more
+            continue
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .loop_admission import Admission
+from .loop_handle import RequestHandle
+from .outputs import RequestMetrics, RequestOutput
 from .scheduler import InvalidSchedulerConfig, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -39,3 +43,21 @@ def depth_for(runner: ModelRunner, depth: int | None) -> int:
     if depth < 1:
         raise InvalidSchedulerConfig("depth", f"must be at least 1, got {depth}")
     return depth
+
+
+def handle_for(
+    request_id: str, admission: Admission, arrival_time: float, close: Callable[[RequestHandle], None]
+) -> RequestHandle:
+    """The consumer's end of a request that is about to be added; ``close`` aborts it."""
+    count = len(admission.children)
+    blank = RequestOutput(
+        request_id=request_id,
+        prompt=admission.prompt,
+        prompt_token_ids=admission.prompt_token_ids,
+        outputs=(),
+        finished=False,
+        metrics=RequestMetrics(arrival_time=arrival_time),
+    )
+    child_ids = (request_id,) if count == 1 else tuple(f"{request_id}#{index}" for index in range(count))
+    with_logprobs = admission.children[0].logprobs is not None
+    return RequestHandle(blank, child_ids, with_logprobs=with_logprobs, close=close)

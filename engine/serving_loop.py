@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Self, TypeVar, get_args
 from ..fsm import InputRefused, LifeState, TwoStrokeError
 from ..stages.sampling_params import SamplingParams
 from .loop_admission import Admission, Admissions, Prompt
-from .loop_grammar import GrammarProvider, NoGrammar
+from .loop_grammar import GrammarProvider
 from .loop_handle import RequestHandle
 from .loop_jobs import Job, PauseMode
 from .loop_requests import LiveRequests
-from .loop_setup import depth_for, scheduler_for
+from .loop_setup import depth_for, handle_for, scheduler_for
 from .loop_steps import StepLoop
+from .loop_structured import Structure, book_for, compiled_for, constrain
 from .loop_text import text_of
-from .outputs import RequestMetrics, RequestOutput
 from .scheduler import RequestRefused, Scheduler
 
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
+    from .structured import CompiledGrammar
     from .tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class ServingLoop:
         tokenizer: None for the model's own.
         depth: how many steps may be in flight; with 1, each is waited for before the next is scheduled. None for 2
             where the runner's outputs are asynchronous, 1 where they are not.
-        grammar: says which tokens constrained requests may get; None for no constraints.
+        grammar: says which tokens constrained requests may get; None for a :class:`GrammarBook` of the tokenizer.
     """
 
     def __init__(
@@ -77,19 +78,20 @@ class ServingLoop:
         grammar: GrammarProvider | None = None,
     ) -> None:
         self.runner = runner
-        grammar = grammar or NoGrammar()
         self.scheduler = scheduler or scheduler_for(runner)
         self.depth = depth_for(runner, depth)
         loaded = runner.loaded
         self._tokenizer = tokenizer or (loaded.tokenizer if loaded is not None else None)
+        eos_token_ids = loaded.eos_token_ids if loaded is not None else ()
         self._admissions = Admissions(
             self._tokenizer,
             loaded.chat_template if loaded is not None else None,
-            loaded.eos_token_ids if loaded is not None else (),
+            eos_token_ids,
             runner.spec.vocab_size,
             runner.check_params,
         )
-        self._live = LiveRequests(grammar)
+        self.grammar = grammar or book_for(self._tokenizer, runner.spec.vocab_size, eos_token_ids)
+        self._live = LiveRequests(self.grammar)
         self._state = LoopState.CREATED
         self._cause: BaseException | None = None
         self._numbers = itertools.count()
@@ -98,7 +100,7 @@ class ServingLoop:
         self._is_paused = False  # the pause has taken effect
         # Guards everything above and the scheduler; told when there is something to do, and when a pause takes effect.
         self._changed = threading.Condition()
-        self._steps = StepLoop(runner, self.scheduler, self._live, grammar, depth=self.depth, lock=self._changed)
+        self._steps = StepLoop(runner, self.scheduler, self._live, self.grammar, depth=self.depth, lock=self._changed)
         self._thread = threading.Thread(target=self._run, name="twostroke-serving-loop", daemon=True)
 
     # ---- for any thread
@@ -162,13 +164,21 @@ class ServingLoop:
         self.stop()
 
     def add(
-        self, prompt: Prompt, params: SamplingParams = _DEFAULT_PARAMS, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams = _DEFAULT_PARAMS,
+        request_id: str | None = None,
+        *,
+        grammar: Structure | None = None,
     ) -> RequestHandle:
         """Queue a request: text, token ids, or chat messages. Never waits for the model.
+
+        Its text follows ``grammar``, which is compiled on this thread unless ``loop.grammar.compile`` did it before.
 
         Raises:
             RequestRefused: it could never be served, or a live request goes by this id.
             InvalidSamplingParams: parameters that don't fit the model or each other.
+            InvalidGrammar: a grammar that can't be compiled.
             ServingLoopDown: the loop is not running.
         """
         arrival_time = time.monotonic()
@@ -176,14 +186,15 @@ class ServingLoop:
         if request_id is None:
             request_id = next(name for number in self._numbers if (name := f"request-{number}") not in self._live)
         admission = self._admissions.prepare(request_id, prompt, params)
-        handle = self._handle(request_id, admission, arrival_time)
+        compiled = compiled_for(self.grammar, request_id, grammar, admission.children[0])
+        handle = handle_for(request_id, admission, arrival_time, self._close)
         texts = [text_of(child, self._tokenizer, admission.prompt_token_ids) for child in admission.children]
         with self._changed:
             self._require_running()
             for req_id in (request_id, *handle.child_ids):
                 if req_id in self._live:
                     raise RequestRefused(request_id, f"the id {req_id!r} is in use by a live request; choose another")
-            self._schedule_children(handle, admission)
+            self._schedule_children(handle, admission, compiled)
             self._live.add(handle, texts)
             self._changed.notify_all()
         return handle
@@ -261,28 +272,15 @@ class ServingLoop:
         with self._changed:
             self._end(handle)
 
-    def _schedule_children(self, handle: RequestHandle, admission: Admission) -> None:
+    def _schedule_children(self, handle: RequestHandle, admission: Admission, compiled: CompiledGrammar | None) -> None:
         """All of them or, if one is refused, none."""
         try:
             for child_id, params in zip(handle.child_ids, admission.children, strict=True):
                 self.scheduler.add_request(child_id, admission.prompt_token_ids, params)
+            constrain(self.grammar, handle.child_ids, compiled)
         except BaseException:
             self.scheduler.finish_requests(handle.child_ids)
             raise
-
-    def _handle(self, request_id: str, admission: Admission, arrival_time: float) -> RequestHandle:
-        count = len(admission.children)
-        blank = RequestOutput(
-            request_id=request_id,
-            prompt=admission.prompt,
-            prompt_token_ids=admission.prompt_token_ids,
-            outputs=(),
-            finished=False,
-            metrics=RequestMetrics(arrival_time=arrival_time),
-        )
-        child_ids = (request_id,) if count == 1 else tuple(f"{request_id}#{index}" for index in range(count))
-        with_logprobs = admission.children[0].logprobs is not None
-        return RequestHandle(blank, child_ids, with_logprobs=with_logprobs, close=self._close)
 
     def _require_other_thread(self, call: str) -> None:
         if threading.current_thread() is self._thread:
