@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
+from ..stages.commit import TokenStore, store_tokens
 from ..stages.device import Device, HostDevice
 from ..stages.sample import Sample
 from .attention.invariant_cpu import InvariantCPUBackend
@@ -30,12 +31,13 @@ PDL_CAPABILITY = (9, 0)
 
 @frozen(kw_only=True, eq=False)
 class Kernels:
-    """Parts of a runner that differ with the device. ``sample`` makes the sample stage."""
+    """Parts of a runner that differ with the device. ``sample`` makes the sample stage, ``store`` keeps its tokens."""
 
     model: Model
     attention: AttentionBackend
     graphs: CUDAGraphRunner
-    sample: Callable[[SamplingColumns, TokenHistory], Callable[..., object]]
+    sample: Callable[[SamplingColumns, TokenHistory], Callable[..., object]] = Sample
+    store: TokenStore = store_tokens
 
 
 def kernels_for(model: Model, config: EngineConfig, device: Device) -> Kernels:
@@ -44,8 +46,8 @@ def kernels_for(model: Model, config: EngineConfig, device: Device) -> Kernels:
         return _cuda(model, config, device.torch_device)
     graphs = EagerRunner() if config.cudagraph_mode == "NONE" else ClosureGraphRunner()
     if config.batch_invariant:
-        return Kernels(model=InvariantModel(model), attention=InvariantCPUBackend(), graphs=graphs, sample=Sample)
-    return Kernels(model=model, attention=PagedCPUBackend(), graphs=graphs, sample=Sample)
+        return Kernels(model=InvariantModel(model), attention=InvariantCPUBackend(), graphs=graphs)
+    return Kernels(model=model, attention=PagedCPUBackend(), graphs=graphs)
 
 
 def device_for(name: str) -> Device:
@@ -62,13 +64,22 @@ def _cuda(model: Model, config: EngineConfig, device: torch.device) -> Kernels:
     from .cuda.fused_decoder import FusedDecoder, fuses
     from .cuda.graphs import CudaGraphRunner
     from .cuda.sample import CudaSample
+    from .kernels.tokens import store_tokens as store_on_gpu
 
     pdl = torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
     if isinstance(model, Decoder) and fuses(model):
         model = FusedDecoder(model, pdl=pdl)
+    graphs = EagerRunner() if config.cudagraph_mode == "NONE" else CudaGraphRunner(device)
+
+    def sample(columns: SamplingColumns, table: TokenHistory) -> CudaSample:
+        stage = CudaSample(columns, table, device, graphs if isinstance(graphs, CudaGraphRunner) else None)
+        stage.warm_up()
+        return stage
+
     return Kernels(
         model=model,
         attention=TritonPagedBackend(model.spec, config.max_num_seqs, device, pdl=pdl),
-        graphs=EagerRunner() if config.cudagraph_mode == "NONE" else CudaGraphRunner(device),
-        sample=lambda columns, table: CudaSample(columns, table, device),
+        graphs=graphs,
+        sample=sample,
+        store=store_on_gpu,
     )

@@ -19,11 +19,11 @@ def decode_config(num_reqs: int, num_kv_heads: int) -> DecodeConfig:
     """How the keys are cut for a batch of this size; from examples/benchmarks/gpu_sweep.py on an H200."""
     programs = num_reqs * num_kv_heads
     if programs >= 2048:
-        return DecodeConfig(32, 1, 2, 2)
+        return DecodeConfig(32, 2, 2, 2, 1024)
     if programs >= 512:
-        return DecodeConfig(64, 1, 2, 3)
+        return DecodeConfig(64, 2, 2, 3, 1024)
     if programs >= 256:
-        return DecodeConfig(128, 1, 4, 2)
+        return DecodeConfig(128, 3, 4, 2, 768)
     return DecodeConfig(64, min(ENOUGH_PROGRAMS // programs, MOST_SPLITS), 2, 2)
 
 
@@ -34,8 +34,16 @@ class TritonPagedBackend:
         self._pdl = pdl
         heads = max((layer.num_heads for layer in spec.attention_layers), default=1)
         size = max((layer.head_size for layer in spec.attention_layers), default=1)
-        # The parts of all requests never outnumber what fills the GPU, a group of heads each.
-        self._workspace = DecodeWorkspace(max(max_num_seqs, ENOUGH_PROGRAMS), heads, size, 1, device)
+        kv_heads = {layer.num_kv_heads for layer in spec.attention_layers}
+        most_parts = max(
+            (
+                num_reqs * decode_config(num_reqs, count).splits
+                for num_reqs in range(1, max_num_seqs + 1)
+                for count in kv_heads
+            ),
+            default=1,
+        )
+        self._workspace = DecodeWorkspace(max_num_seqs, most_parts, heads, size, device)
 
     def make_plan(self, group: KVCacheGroupSpec) -> TritonPagedPlan:
         """An empty plan."""
@@ -72,4 +80,4 @@ class TritonPagedPlan:
         if batch.max_query_len == 1 and batch.num_tokens == batch.num_reqs:
             config = decode_config(batch.num_reqs, layer.num_kv_heads)
             return decode_attention(query, paged, layer, self._workspace, config, pdl=self._pdl)
-        return mixed_attention(query, paged, batch.query_start_loc, layer, pdl=self._pdl)
+        return mixed_attention(query, paged, batch.query_start_loc, layer, batch.max_query_len, pdl=self._pdl)

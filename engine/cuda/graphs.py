@@ -75,6 +75,8 @@ class CudaGraphRunner:
         self._pieces: dict[tuple[GraphKey, int], dict[int, _Captured]] = {}
         self._inputs: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
         self._pool: Any = None
+        self.generation = 0
+        """How often all graphs were dropped: what was captured beside them before is void when this changes."""
         self._pool_bytes = 0
 
     def capture(
@@ -87,18 +89,15 @@ class CudaGraphRunner:
         """
         key = GraphKey.of(execution)
         before = torch.cuda.memory_reserved(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            forward(inputs, EAGER_SEGMENTS)
-            if key.mode is CUDAGraphMode.FULL:
-                graph, output = self.record(lambda: forward(inputs, EAGER_SEGMENTS))
-                output = alias_all(output)
-                self._full[key] = _Captured(graph, output)
-            else:
-                recorder = _CapturingSegments(self, inputs)
-                output = alias_all(forward(inputs, recorder))
-                self._pieces[key, ubatch] = recorder.pieces
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        forward(inputs, EAGER_SEGMENTS)
+        if key.mode is CUDAGraphMode.FULL:
+            graph, output = self.record(lambda: forward(inputs, EAGER_SEGMENTS))
+            output = alias_all(output)
+            self._full[key] = _Captured(graph, output)
+        else:
+            recorder = _CapturingSegments(self, inputs)
+            output = alias_all(forward(inputs, recorder))
+            self._pieces[key, ubatch] = recorder.pieces
         self._pool_bytes += torch.cuda.memory_reserved(self._device) - before
         self.captured.add(key)
         return output
@@ -131,24 +130,32 @@ class CudaGraphRunner:
         self._pieces.clear()
         self._inputs.clear()
         self._pool, self._pool_bytes = None, 0
+        self.generation += 1
         self.captured.clear(reason)
 
     def describe(self) -> GraphReport:
         """Keys in order of capture and the bytes that capturing took."""
         return GraphReport(keys=tuple(self.captured), static_bytes=self._pool_bytes, reason=self.captured.reason)
 
-    def record(self, work: Callable[[], ForwardOutput]) -> tuple[torch.cuda.CUDAGraph, ForwardOutput]:
+    def record(self, work: Callable[[], ForwardOutput], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, ForwardOutput]:
         """A graph of ``work`` and its result, whose memory is the pool's again once it is dropped.
+
+        What works on a forward graph's result, which lies in the runner's own pool and is not kept there, needs another
+        ``pool`` (a handle).
 
         Raises:
             GraphError: something in it cannot be captured.
         """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if pool is None:
+            pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                output = work()
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    output = work()
+                finally:
+                    graph.capture_end()
         except RuntimeError as error:
             raise GraphError(f"the forward cannot be captured: {error}; use cudagraph_mode='NONE'") from error
         return graph, output
@@ -181,8 +188,10 @@ class _CapturingSegments(SegmentRunner):
                 raise GraphError(
                     f"piece {index} takes a {type(argument).__name__}; pieces take and return tensors only"
                 )
-            is_fixed = argument is None or address_of(argument) in self._fixed
-            copies.append(None if is_fixed else self._runner.static_input(position, argument))
+            if argument is None or address_of(argument) in self._fixed:
+                copies.append(None)
+            else:
+                copies.append(self._runner.static_input(position, argument))
         arguments = tuple(given if static is None else static for given, static in zip(args, copies, strict=True))
         graph, output = self._runner.record(lambda: piece(*arguments))
         self._results.append(output)

@@ -13,6 +13,8 @@ from ..models.linear import Linear
 MOST_SPLIT_ROWS = 64
 MOST_SPLIT_ROWS_OF_NARROW = 128
 NARROW = 1024
+WIDE = 4096  # with more inputs than NARROW, cuBLAS is as fast
+LARGE = 2**25  # elements of a weight from which two parts are enough
 MOST_GATED_ROWS = 32
 WIDEST = 32_768  # beyond, which is the head of a model, cuBLAS reads at the speed of memory itself
 ENOUGH_PROGRAMS = 256
@@ -21,10 +23,14 @@ ENOUGH_PROGRAMS = 256
 def product_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig | None:
     """The split kernel for a product of these sizes; None for cuBLAS."""
     most = MOST_SPLIT_ROWS_OF_NARROW if size_out <= NARROW else MOST_SPLIT_ROWS
-    if num_rows > most or size_out > WIDEST:
+    if num_rows > most or size_out > WIDEST or (size_out > WIDE and size_in > NARROW):
         return None
+    if size_in * size_out > LARGE:
+        return LinearConfig(64, 256 if num_rows <= 32 else 128, 2)
     block_in = 128 if num_rows <= MOST_SPLIT_ROWS else 64
     num_blocks = -(-size_out // 64)
+    if num_rows <= MOST_GATED_ROWS and size_out <= NARROW and size_in % 1024 == 0:
+        return LinearConfig(64, 256, 4, 4, 3)
     for split in (8, 4, 2):
         if num_blocks * split <= ENOUGH_PROGRAMS and size_in % (split * block_in) == 0:
             return LinearConfig(64, block_in, split)
@@ -33,9 +39,16 @@ def product_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig |
 
 def gated_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig | None:
     """The kernel that multiplies with gate and up projections and activates, ``size_out`` each; None for cuBLAS."""
-    if num_rows > MOST_GATED_ROWS:
+    if num_rows > MOST_GATED_ROWS or size_in * size_out > LARGE:
         return None
-    return LinearConfig(32, 256 if size_out <= 4096 else 128, 1)
+    return LinearConfig(32, 256, 1)
+
+
+def stacked_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig | None:
+    """The kernel of the same product without the activation, ``size_out`` in all; None for cuBLAS."""
+    if num_rows > MOST_GATED_ROWS or size_in * size_out <= 2 * LARGE:
+        return None
+    return LinearConfig(64, 256, 1)
 
 
 class CudaLinear:
@@ -58,9 +71,12 @@ class CudaLinear:
         """``silu(gate) * up``, where the weight stacks the two, ``[num_rows, out / 2]``."""
         size_out, size_in = self._weight.shape
         config = gated_config(size_in, size_out // 2, rows.shape[0]) if self._has_kernels else None
-        if config is None:
-            return silu_mul(F.linear(rows, self._weight, self._bias), pdl=self._pdl)
-        return skinny_linear(rows, self._weight, self._bias, config, gated=True, pdl=self._pdl)[0]
+        if config is not None:
+            return skinny_linear(rows, self._weight, self._bias, config, gated=True, pdl=self._pdl)[0]
+        config = stacked_config(size_in, size_out, rows.shape[0]) if self._has_kernels else None
+        if config is not None:
+            return silu_mul(skinny_linear(rows, self._weight, self._bias, config, pdl=self._pdl)[0], pdl=self._pdl)
+        return silu_mul(F.linear(rows, self._weight, self._bias), pdl=self._pdl)
 
     def product_float32(self, rows: torch.Tensor) -> torch.Tensor:
         """The product without its last rounding, float32 ``[num_rows, out]``; for weights without a bias."""

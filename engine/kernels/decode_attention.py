@@ -14,29 +14,38 @@ import triton.language as tl
 
 from ...stages.specs import AttentionLayerSpec
 from .dependent import begin_dependent
+from .launching import kernel
 
 
 class DecodeConfig(NamedTuple):
-    """How the keys of a request are cut: keys of a tile, programs a request and head, warps and stages of each."""
+    """How the keys of a request are cut: keys of a tile, most programs a request and head, warps and stages of each.
+
+    Requests of up to ``least_keys`` keys are not split, longer ones into parts of at least as many.
+    """
 
     block_keys: int
     splits: int
     num_warps: int = 4
     num_stages: int = 3
+    least_keys: int = 0
+
+
+def block_head(head_size: int) -> int:
+    """Elements of a head as kernels hold it: a power of two, and no less than a matrix unit takes."""
+    return max(16, int(triton.next_power_of_2(head_size)))
 
 
 class DecodeWorkspace:
-    """Memory for partial results of up to ``max_reqs`` requests and ``max_splits`` programs each."""
+    """Memory for partial results of up to ``max_reqs`` requests that are cut into ``max_parts`` in all."""
 
-    def __init__(self, max_reqs: int, num_heads: int, head_size: int, max_splits: int, device: torch.device) -> None:
-        self.max_reqs, self.max_splits = max_reqs, max_splits
-        rows = max_reqs * num_heads * max_splits
-        self.sums = torch.empty(rows, triton.next_power_of_2(head_size), dtype=torch.float32, device=device)
+    def __init__(self, max_reqs: int, max_parts: int, num_heads: int, head_size: int, device: torch.device) -> None:
+        rows = max_parts * num_heads
+        self.sums = torch.empty(rows, block_head(head_size), dtype=torch.float32, device=device)
         self.weights = torch.empty(2, rows, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(max_reqs * num_heads, dtype=torch.int32, device=device)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_parts"])
+@kernel(do_not_specialize=["table_stride", "most_parts"])
 def _decode_kernel(
     query_ptr,
     keys_ptr,
@@ -48,7 +57,7 @@ def _decode_kernel(
     weights_ptr,
     arrived_ptr,
     table_stride,
-    num_parts,
+    most_parts,
     scale,
     soft_cap,
     NUM_KV_HEADS: tl.constexpr,
@@ -59,6 +68,8 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -78,7 +89,10 @@ def _decode_kernel(
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     num_tiles = tl.cdiv(length - first, BLOCK_KEYS)
-    per_split = tl.cdiv(num_tiles, SPLITS)
+    per_split = tl.maximum(tl.cdiv(num_tiles, SPLITS), LEAST_TILES)
+    num_parts = tl.maximum(tl.cdiv(num_tiles, per_split), 1)
+    if split >= num_parts:
+        return
     start = first + split * per_split * BLOCK_KEYS
     stop = tl.minimum(start + per_split * BLOCK_KEYS, length)
     query_mask = is_member[:, None] & in_head[None, :]
@@ -108,7 +122,7 @@ def _decode_kernel(
         total = total * shrink[:, None]
         total = tl.dot(chances.to(query.dtype), value.to(query.dtype), total, input_precision=PRECISION)
         peak = new_peak
-    if SPLITS == 1:
+    if num_parts == 1:
         mean = total / tl.where(weight > 0, weight, 1.0)[:, None]
         tl.store(output_ptr + row, mean, mask=query_mask)
     else:
@@ -116,32 +130,27 @@ def _decode_kernel(
         own = part_rows + split
         tl.store(sums_ptr + own[:, None] * BLOCK_HEAD + places[None, :], total, mask=query_mask)
         tl.store(weights_ptr + own, peak, mask=is_member)
-        tl.store(weights_ptr + num_parts + own, weight, mask=is_member)
+        tl.store(weights_ptr + most_parts + own, weight, mask=is_member)
         tl.debug_barrier()
         counter = arrived_ptr + request * NUM_KV_HEADS + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             tl.store(counter, 0)
-            peak = tl.full([BLOCK_GROUP], -float("inf"), dtype=tl.float32)
-            weight = tl.zeros([BLOCK_GROUP], dtype=tl.float32)
-            total = tl.zeros([BLOCK_GROUP, BLOCK_HEAD], dtype=tl.float32)
-            for other in range(SPLITS):
-                place = part_rows + other
-                other_peak = tl.load(weights_ptr + place, mask=is_member, other=-float("inf"), cache_modifier=".cg")
-                other_weight = tl.load(weights_ptr + num_parts + place, mask=is_member, other=0.0, cache_modifier=".cg")
-                other_total = tl.load(
+            others = tl.arange(0, BLOCK_PARTS)
+            is_part = others < num_parts
+            for member in tl.static_range(GROUP):
+                query_head = (request * NUM_KV_HEADS + head) * GROUP + member
+                place = query_head * SPLITS + others
+                peaks = tl.load(weights_ptr + place, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+                weights = tl.load(weights_ptr + most_parts + place, mask=is_part, other=0.0, cache_modifier=".cg")
+                totals = tl.load(
                     sums_ptr + place[:, None] * BLOCK_HEAD + places[None, :],
-                    mask=query_mask,
+                    mask=is_part[:, None] & in_head[None, :],
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                new_peak = tl.maximum(peak, other_peak)
-                shrink = tl.where(peak > -float("inf"), tl.exp2(peak - new_peak), 0.0)
-                other_shrink = tl.where(other_peak > -float("inf"), tl.exp2(other_peak - new_peak), 0.0)
-                weight = weight * shrink + other_weight * other_shrink
-                total = total * shrink[:, None] + other_total * other_shrink[:, None]
-                peak = new_peak
-            mean = total / tl.where(weight > 0, weight, 1.0)[:, None]
-            tl.store(output_ptr + row, mean, mask=query_mask)
+                shrink = tl.exp2(peaks - tl.max(peaks, axis=0))
+                mean = tl.sum(totals * shrink[:, None], axis=0) / tl.sum(weights * shrink, axis=0)
+                tl.store(output_ptr + query_head * HEAD_SIZE + places, mean, mask=in_head)
 
 
 class PagedKeys(NamedTuple):
@@ -165,7 +174,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of ``query`` ``[num_reqs, num_heads, head_size]``, token i of request i, to its paged keys.
 
-    Requests of length 0 come out as zeros. ``config.splits`` is at most ``workspace.max_splits``.
+    Requests of length 0 come out as zeros. The workspace holds ``config.splits`` parts of each request.
     """
     kv_cache, block_table, seq_lens = paged
     num_reqs, num_heads, head_size = query.shape
@@ -189,10 +198,12 @@ def decode_attention(
         GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         HEAD_SIZE=head_size,
-        BLOCK_HEAD=max(16, triton.next_power_of_2(head_size)),
+        BLOCK_HEAD=block_head(head_size),
         PAGE=kv_cache.shape[2],
         BLOCK_KEYS=config.block_keys,
         SPLITS=config.splits,
+        BLOCK_PARTS=triton.next_power_of_2(config.splits),
+        LEAST_TILES=max(triton.cdiv(config.least_keys, config.block_keys), 1),
         WINDOW=layer.sliding_window or 0,
         HAS_CAP=layer.soft_cap is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def begin_dependent(PDL: tl.constexpr):
     """Let the next kernel start, then wait until what earlier kernels wrote can be read."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

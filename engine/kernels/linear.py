@@ -7,8 +7,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dependent import prefetch
+from .launching import kernel
 
 MOST_ROWS = 256
 """Rows up to which :func:`skinny_linear` may be asked."""
@@ -24,7 +26,7 @@ class LinearConfig(NamedTuple):
     num_stages: int = 4
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _skinny_linear_kernel(
     rows_ptr,
     weight_ptr,
@@ -51,13 +53,13 @@ def _skinny_linear_kernel(
     PER_PART: tl.constexpr = (IN + SPLIT * BLOCK_IN - 1) // (SPLIT * BLOCK_IN) * BLOCK_IN
     start = part * PER_PART
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
         if LINES > 0:
             lines = tl.minimum(start + tl.arange(0, LINES) * 64, IN - 1)
             prefetch(weight_ptr + places[:, None] + lines[None, :])
             if GATED:
                 prefetch(weight_ptr + OUT * IN + places[:, None] + lines[None, :])
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
     rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     ins = start + tl.arange(0, BLOCK_IN)
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)

@@ -9,9 +9,10 @@ import triton.language as tl
 from ...stages.specs import AttentionLayerSpec
 from .decode_attention import PagedKeys
 from .dependent import begin_dependent
+from .launching import kernel
 
 
-@triton.jit(do_not_specialize=["num_reqs", "table_stride"])
+@kernel(do_not_specialize=["num_reqs", "table_stride"])
 def _mixed_kernel(
     query_ptr,
     keys_ptr,
@@ -108,20 +109,20 @@ def mixed_attention(
     paged: PagedKeys,
     query_start_loc: torch.Tensor,
     layer: AttentionLayerSpec,
+    max_query_len: int,
     *,
-    block_keys: int = 64,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Causal attention of ``query`` ``[num_tokens, num_heads, head_size]`` to the paged keys of its requests.
 
     ``query_start_loc`` int32 ``[num_reqs + 1]`` says whose token each is: the last ones of its request. Tokens behind
-    the last request, which are padding, come out as zeros.
+    the last request, which are padding, come out as zeros. No request has more than ``max_query_len`` tokens.
     """
     kv_cache, block_table, seq_lens = paged
     num_tokens, num_heads, head_size = query.shape
     num_reqs = seq_lens.shape[0]
     group = num_heads // layer.num_kv_heads
-    block_queries = max(16, min(128, triton.next_power_of_2(num_tokens * group)))
+    block_queries = 128 if max_query_len * group > 16 else 16
     block_tokens = max(block_queries // group, 1)
     output = torch.zeros_like(query)
     grid = (num_tokens // block_tokens + num_reqs, layer.num_kv_heads)
@@ -145,7 +146,7 @@ def mixed_attention(
         HEAD_SIZE=head_size,
         BLOCK_HEAD=max(16, triton.next_power_of_2(head_size)),
         PAGE=kv_cache.shape[2],
-        BLOCK_KEYS=block_keys,
+        BLOCK_KEYS=64,
         WINDOW=layer.sliding_window or 0,
         HAS_CAP=layer.soft_cap is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",

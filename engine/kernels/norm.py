@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from .dependent import begin_dependent
+from .launching import kernel
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
     parts_ptr,
     residual_ptr,
@@ -67,7 +68,7 @@ def add_rms_norm(
     return total, normed
 
 
-@triton.jit
+@kernel()
 def _embed_rms_norm_kernel(
     ids_ptr,
     table_ptr,
@@ -118,7 +119,7 @@ def embed_rms_norm(
     return states, normed
 
 
-@triton.jit
+@kernel()
 def _silu_mul_kernel(gate_up_ptr, product_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

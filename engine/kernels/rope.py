@@ -8,9 +8,10 @@ import triton.language as tl
 from attrs import frozen
 
 from .dependent import begin_dependent
+from .launching import kernel
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _rope_store_kernel(
     parts_ptr,
     positions_ptr,

@@ -13,13 +13,14 @@ import triton.language as tl
 
 from ...stages.records import NOTHING_LEFT
 from ...stages.sampling.random import NoisePurpose
+from .launching import kernel
 
 TILE = 4096
 
 
 class DrawParams(NamedTuple):
     """What each row is drawn with: float32 ``temperatures`` ``[num_rows]`` (0 = greedy), int32 ``seeds``
-    ``[2, num_rows]`` (low and high halves), int32 ``positions`` ``[num_rows]`` of the tokens that are drawn.
+    ``[2, num_rows]`` (low and high halves, rows contiguous), int32 ``positions`` ``[num_rows]`` of the drawn tokens.
     """
 
     temperatures: torch.Tensor
@@ -54,7 +55,10 @@ def gumbel(token_ids, first, second):
     return -tl.log(tl.where(uniform < 0.015625, series, -tl.log(1.0 - uniform)))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(
+    do_not_specialize=["seeds_stride"],
+    do_not_specialize_on_alignment=["rows_ptr", "temperatures_ptr", "seeds_ptr", "positions_ptr"],
+)
 def _tile_kernel(
     logits_ptr,
     rows_ptr,
@@ -65,7 +69,7 @@ def _tile_kernel(
     tokens_ptr,
     health_ptr,
     row_stride,
-    num_rows,
+    seeds_stride,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -86,7 +90,7 @@ def _tile_kernel(
     scores = logits
     if temperature > 0:
         low = tl.load(seeds_ptr + row).to(tl.uint32, bitcast=True)
-        high = tl.load(seeds_ptr + num_rows + row).to(tl.uint32, bitcast=True)
+        high = tl.load(seeds_ptr + seeds_stride + row).to(tl.uint32, bitcast=True)
         position = tl.load(positions_ptr + row).to(tl.uint32, bitcast=True)
         first = _key(0x243F6A88, low, high, position, PURPOSE)
         second = _key(0x85A308D3, low, high, position, PURPOSE)
@@ -99,7 +103,7 @@ def _tile_kernel(
     tl.store(health_ptr + place, num_nan)
 
 
-@triton.jit
+@kernel()
 def _choose_kernel(
     peaks_ptr,
     tile_tokens_ptr,
@@ -132,7 +136,7 @@ def choose_tokens(
         rows: int64 ``[num_rows]``, the rows of ``logits`` to sample; None for the first ones in order.
     """
     num_rows, vocab = params.temperatures.shape[0], logits.shape[1]
-    num_tiles, device = triton.cdiv(vocab, TILE), logits.device
+    num_tiles, device = -(-vocab // TILE), logits.device
     peaks = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
     tile_tokens = torch.empty(2, num_rows, num_tiles, dtype=torch.int32, device=device)
     chosen = torch.empty(2, num_rows, dtype=torch.int64, device=device)
@@ -146,7 +150,7 @@ def choose_tokens(
         tile_tokens[0],
         tile_tokens[1],
         logits.stride(0),
-        num_rows,
+        params.seeds.stride(0),
         VOCAB=vocab,
         TILES=num_tiles,
         BLOCK=TILE,

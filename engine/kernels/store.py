@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import kernel
 
-@triton.jit
+
+@kernel()
 def _store_kernel(
     key_ptr,
     value_ptr,

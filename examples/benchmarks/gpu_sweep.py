@@ -96,7 +96,7 @@ def decode_work(shape: str, rows: int) -> tuple[int, Callable[[DecodeConfig], Ca
     table = (torch.randperm(blocks, device="cuda") + 1).to(torch.int32).view(rows, -1)
     lengths = torch.full((rows,), CONTEXT, dtype=torch.int32, device="cuda")
     query = torch.randn(rows, heads, HEAD, device="cuda", dtype=torch.bfloat16)
-    workspace = DecodeWorkspace(rows, heads, HEAD, 32, torch.device("cuda"))
+    workspace = DecodeWorkspace(rows, rows * 32, heads, HEAD, torch.device("cuda"))
 
     def work(config: DecodeConfig) -> Callable[[], object]:
         return lambda: [
@@ -135,25 +135,26 @@ def compile_share(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> None:
     """Time everything, and print a line for each product and number of rows."""
     for shape, name, rows in tasks(args):
-        results: list[tuple[float, object]] = []
+        results: list[tuple[float, LinearConfig | DecodeConfig]] = []
+        tried: list[tuple[LinearConfig | DecodeConfig, Callable[[], object]]]
         if name == "decode":
             layers, work = decode_work(shape, rows)
-            configs, limit = list(decode_configs(rows, SHAPES[shape][3])), rows * CONTEXT * SHAPES[shape][3] * HEAD * 4
-            base = None
+            tried = [(config, work(config)) for config in decode_configs(rows, SHAPES[shape][3])]
+            limit, base = rows * CONTEXT * SHAPES[shape][3] * HEAD * 4, None
         else:
             size_in, size_out, gated, layers = products(shape)[name]
             work = linear_work((size_in, size_out, gated, layers), rows)
-            configs, limit = list(linear_configs(size_in, size_out, gated, rows)), size_in * size_out * 2
-            base = replay_time_us(work(None)) / layers
-        for config in configs:
+            tried = [(config, work(config)) for config in linear_configs(size_in, size_out, gated, rows)]
+            limit, base = size_in * size_out * 2, replay_time_us(work(None)) / layers
+        for config, timed in tried:
             try:
-                results.append((replay_time_us(work(config), num_replays=5, num_rounds=3) / layers, config))
+                results.append((replay_time_us(timed, num_replays=5, num_rounds=3) / layers, config))
             except Exception as error:
                 print(
                     json.dumps({"shape": shape, "op": name, "rows": rows, "config": config, "error": str(error)[:80]})
                 )
         results.sort(key=lambda pair: pair[0])
-        best = [(round(us, 2), tuple(config)) for us, config in results[:3]]  # pyright: ignore[reportArgumentType]
+        best = [(round(us, 2), tuple(config)) for us, config in results[:3]]
         line = {"shape": shape, "op": name, "rows": rows, "limit_us": round(limit / BYTES_PER_US, 2), "best": best}
         print(json.dumps(line | ({} if base is None else {"cublas_us": round(base, 2)})), flush=True)
 

@@ -93,7 +93,8 @@ def test_half_precision_is_close_and_graphs_equal_eager_steps() -> None:
     for mode in ("NONE", "FULL_AND_PIECEWISE"):
         config = tiny_config("qwen3", head_dim=64, hidden_size=256, intermediate_size=512, vocab_size=4096)
         model = random_model(config, device="cuda", dtype=torch.bfloat16)
-        runner = build_runner(EngineConfig(**LIMITS | {"cudagraph_mode": mode}), model=model)
+        options: dict[str, Any] = LIMITS | {"cudagraph_mode": mode}
+        runner = build_runner(EngineConfig(**options), model=model)
         with ServingLoop(runner) as loop:
             params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
             handles = [loop.add(list(prompt), params) for prompt in PROMPTS]
@@ -131,6 +132,7 @@ def test_nothing_waits_for_the_device_in_steady_decode() -> None:
 def test_shutdown_gives_the_memory_back() -> None:
     def held() -> int:
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
 

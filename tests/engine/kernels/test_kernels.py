@@ -9,6 +9,7 @@ from twostroke.engine.kernels.linear import LinearConfig, skinny_linear
 from twostroke.engine.kernels.norm import add_rms_norm, embed_rms_norm, silu_mul
 from twostroke.engine.kernels.rope import HeadNorms, RopeTables, rope_store
 from twostroke.engine.kernels.sampling import DrawParams, choose_tokens
+from twostroke.engine.kernels.tokens import store_tokens
 from twostroke.engine.models.norm import RMSNorm
 from twostroke.engine.models.rope import rotate
 from twostroke.stages.records import NOTHING_LEFT
@@ -136,7 +137,7 @@ def test_choose_tokens_draws_what_the_torch_sampler_draws(vocab: int) -> None:
     tokens, health = choose_tokens(logits, params)
     assert not health.any()
     scaled = logits.cpu() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-    drawn = gumbel_sample(scaled, noise_keys(*seeds, positions, NoisePurpose.SAMPLE))
+    drawn = gumbel_sample(scaled, noise_keys(seeds[0], seeds[1], positions, NoisePurpose.SAMPLE))
     wanted = torch.where(temperatures > 0, drawn, logits.cpu().argmax(1))
     assert tokens.tolist() == wanted.tolist()
 
@@ -157,3 +158,13 @@ def test_equal_logits_choose_the_lowest_id() -> None:
     logits = torch.zeros(2, 10_000, device=DEVICE)
     logits[0, [5000, 9000]] = 1.0
     assert choose_tokens(logits, greedy(2))[0].tolist() == [5000, 0]
+
+
+def test_store_tokens_keeps_ids_inside_the_vocabulary() -> None:
+    table = torch.zeros(700, dtype=torch.int32, device=DEVICE)
+    index = torch.randperm(700, generator=torch.Generator().manual_seed(0))[:300].to(DEVICE)
+    sampled = torch.arange(-20, 280, device=DEVICE)
+    store_tokens(table, index, sampled, 250)
+    assert table[index].tolist() == sampled.clamp(0, 249).tolist()
+    assert int(table.count_nonzero()) == int((sampled.clamp(0, 249) != 0).sum())
+    store_tokens(table, index[:0], sampled[:0], 250)

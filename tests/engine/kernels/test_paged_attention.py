@@ -71,16 +71,18 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("config", [DecodeConfig(16, 1), DecodeConfig(16, 3), DecodeConfig(16, 4, least_keys=20)])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"soft_cap": 2.0}])
-def test_decode(dtype: torch.dtype, shape: tuple[int, int, int], splits: int, options: dict[str, float]) -> None:
+def test_decode(
+    dtype: torch.dtype, shape: tuple[int, int, int], config: DecodeConfig, options: dict[str, float]
+) -> None:
     spec, lengths = layer(*shape, **options), [1, 16, 17, 0, 60]
     paged = paged_pool(lengths, spec, 4, dtype)
     query = torch.randn(len(lengths), spec.num_heads, spec.head_size, generator=torch.Generator().manual_seed(1))
     query = query.to(DEVICE, dtype)
-    workspace = DecodeWorkspace(8, spec.num_heads, spec.head_size, 4, DEVICE)
+    workspace = DecodeWorkspace(8, 8 * 4, spec.num_heads, spec.head_size, DEVICE)
     for _ in range(2):  # the counters of arrived parts must be ready for the next step
-        output = decode_attention(query, paged, spec, workspace, DecodeConfig(16, splits))
+        output = decode_attention(query, paged, spec, workspace, config)
         assert not output[3].any()
         for index in (0, 1, 2, 4):
             assert_close(output[index], dense(query[index : index + 1], paged, index, spec)[0], dtype)
@@ -104,7 +106,7 @@ def test_mixed(
     query = torch.randn(num_tokens + 3, spec.num_heads, spec.head_size, generator=torch.Generator().manual_seed(2))
     query = query.to(DEVICE, dtype)
     query[num_tokens:] = torch.nan  # padding
-    output = mixed_attention(query, paged, starts, spec, block_keys=16)
+    output = mixed_attention(query, paged, starts, spec, max(counts))
     for index, count in enumerate(counts):
         if count:
             start = int(starts[index])
