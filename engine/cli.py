@@ -11,6 +11,7 @@ from ..fsm.errors import TwoStrokeError
 from .cli_ab import add_ab
 from .cli_recording import add_recording, add_watch
 from .cli_replay import add_replay
+from .cli_serve import add_serve
 from .cli_timeline import add_timeline
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="twostroke", description="A step engine for large language models.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands.add_parser("generate", help="generate text for several prompts at once"))
+    add_serve(commands.add_parser("serve", help="serve a model over HTTP, with OpenAI's API"))
     add_ab(commands.add_parser("ab", help="compare the runner as it is with other stages: speed and tokens"))
     add_replay(commands.add_parser("replay", help="run a recording again, or compare it with another one"))
     add_timeline(commands.add_parser("timeline", help="make a page and a Perfetto trace of a recording"))

@@ -16,6 +16,7 @@ from ..fsm.errors import TwoStrokeError
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT_TOKENS = 4  # a character has at most four bytes, so at most four tokens
 _LONGEST_WAIT = 64
+_LONG_TEXT = 4096  # characters, a millisecond or so
 
 
 class TokenizerError(TwoStrokeError, ValueError):
@@ -120,7 +121,10 @@ class Tokenizer:
             text.encode()
         except (AttributeError, UnicodeEncodeError) as error:
             raise InvalidText(f"cannot be tokenized: expected a string of whole characters ({error})") from error
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG_TEXT:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Alone this one lets other threads run meanwhile.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""

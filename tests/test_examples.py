@@ -12,6 +12,8 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHOWN = {
     "async_loop.py": ["The capital of France is Paris", "three, four, five"],
+    "embed_in_asyncio.py": ["Paris", "the request is aborted", "ticked"],
+    "embed_own_scheduler.py": ["1 tokens, 5 tokens, 10 tokens, 20 tokens, 30 tokens"],
     "quickstart.py": ["step of {", "The capital of France is"],
     "streaming.py": ["Name three colours.", "What is a state machine?", "Count from one to ten."],
 }
@@ -46,3 +48,12 @@ def test_the_loop_benchmark_compares_with_its_limits() -> None:
     printed = run(EXAMPLES / "benchmarks" / "loop_overlap.py", *sizes)
     assert "of sync (limit 1.10)" in printed
     assert printed.count("of it while the device was busy") == 2
+
+
+@pytest.mark.model
+def test_the_server_benchmark_compares_with_the_loop() -> None:
+    pytest.importorskip("uvicorn")
+    printed = run(EXAMPLES / "benchmarks" / "serve_overhead.py", "--quick")
+    assert "limit 1.10" in printed
+    assert [line.split()[-1] for line in printed.splitlines() if line.startswith("loop alone")] == ["1.000"]
+    assert "between tokens: p50" in printed

@@ -87,6 +87,14 @@ def test_byte_level_round_trip() -> None:
         assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte_level", "sentencepiece"])
+def test_a_long_text_is_tokenized_as_a_short_one(tokenizer: Tokenizer) -> None:
+    text = "hello hell w 123\n" * 400  # long enough for the way that lets other threads run
+    for special in (True, False):
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        assert ids == tokenizer.backend.encode(text, add_special_tokens=special).ids
+
+
 def test_control_tokens_are_skipped_and_user_defined_ones_are_not() -> None:
     ids = BYTE_LEVEL.encode("<s>he<tool></s>")
     assert ids == [0, BYTE_LEVEL.token_to_id("he"), 2, 1]
