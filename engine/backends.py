@@ -43,7 +43,7 @@ class Kernels:
 def kernels_for(model: Model, config: EngineConfig, device: Device) -> Kernels:
     """The parts for a resolved configuration."""
     if device.torch_device.type == "cuda":
-        return _cuda(model, config, device.torch_device)
+        return _cuda(model, config, device)
     graphs = EagerRunner() if config.cudagraph_mode == "NONE" else ClosureGraphRunner()
     if config.batch_invariant:
         return Kernels(model=InvariantModel(model), attention=InvariantCPUBackend(), graphs=graphs)
@@ -59,13 +59,14 @@ def device_for(name: str) -> Device:
     return CudaDevice(name)
 
 
-def _cuda(model: Model, config: EngineConfig, device: torch.device) -> Kernels:
-    from .attention.triton_paged import TritonPagedBackend
+def _cuda(model: Model, config: EngineConfig, where: Device) -> Kernels:
+    from .cuda.attention import cuda_attention
     from .cuda.fused_decoder import FusedDecoder, fuses
     from .cuda.graphs import CudaGraphRunner
     from .cuda.sample import CudaSample
     from .kernels.tokens import store_tokens as store_on_gpu
 
+    device = where.torch_device
     pdl = torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
     if isinstance(model, Decoder) and fuses(model):
         model = FusedDecoder(model, pdl=pdl)
@@ -78,7 +79,7 @@ def _cuda(model: Model, config: EngineConfig, device: torch.device) -> Kernels:
 
     return Kernels(
         model=model,
-        attention=TritonPagedBackend(model.spec, config.max_num_seqs, device, pdl=pdl),
+        attention=cuda_attention(model.spec, config, where, pdl=pdl),
         graphs=graphs,
         sample=sample,
         store=store_on_gpu,

@@ -44,6 +44,8 @@ class EngineConfig:
     ``async_scheduling`` makes ``sample_tokens`` return an output that is still on its way; without it, it waits.
     ``cudagraph_mode`` is one of NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE ("auto" on a GPU); on a CPU
     the graphs are stand-ins that replay closures over fixed buffers ("auto" is NONE there).
+    ``attention_backend`` is "triton" or "flashinfer" (which the extra ``twostroke[cuda]`` installs); "auto" on a GPU
+    takes the faster kernel for each step, as measured once and kept in a file; on a CPU it must be "auto".
     ``stages`` are put in place when the runner is built: pairs of a stage's name (or ``after:NAME``, ``before:NAME``)
     and what :func:`~twostroke.engine.plugins.load_stage` takes.
     ``batch_invariant`` gives a request bit-equal logits alone and in any batch, chunking and padding, for more time.
@@ -61,6 +63,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     async_scheduling: bool = True
+    attention_backend: str = "auto"
     cudagraph_mode: str = "auto"
     cudagraph_capture_sizes: tuple[int, ...] | Literal["auto"] = field(default="auto", converter=_sizes)
     num_ubatches: int = 1

@@ -13,6 +13,7 @@ from .kv_cache import block_bytes, kv_cache_groups
 _MAX_AUTO_CAPTURE_SIZE = 256
 _AUTO_CPU_BYTES = 512 * 2**20
 _MODES = ("auto", "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+_ATTENTION_BACKENDS = ("auto", "triton", "flashinfer")
 _INTEGERS = (
     # name, the least it may be, whether it may be "auto"
     ("max_num_seqs", 1, False),
@@ -77,6 +78,10 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
             raise InvalidConfig(f"device {config.device!r} is unknown; use 'cpu', 'cuda' or 'auto'") from error
         if wanted.type != device.type or wanted.index not in (None, device.index):
             raise InvalidConfig(f"the model's weights lie on {device}, and the device is to be {config.device!r}")
+    if config.attention_backend != "auto" and device.type != "cuda":
+        raise InvalidConfig(
+            f"attention_backend {config.attention_backend!r} has kernels for a GPU only; use 'auto' on {device}"
+        )
     if config.batch_invariant and device.type != "cpu":
         raise InvalidConfig("batch_invariant has kernels for a CPU only; use device='cpu' with it")
 
@@ -108,6 +113,10 @@ def _check_values(config: EngineConfig) -> None:
             raise InvalidConfig(f"{name} must be True or False, got {getattr(config, name)!r}")
     if config.seed >= 2**64:
         raise InvalidConfig(f"seed must fit 64 bits, got {config.seed}")
+    if config.attention_backend not in _ATTENTION_BACKENDS:
+        raise InvalidConfig(
+            f"attention_backend {config.attention_backend!r} is not one of {', '.join(_ATTENTION_BACKENDS)}"
+        )
     if config.cudagraph_mode not in _MODES:
         raise InvalidConfig(f"cudagraph_mode {config.cudagraph_mode!r} is not one of {', '.join(_MODES)}")
     if not isinstance(config.stages, tuple) or any(

@@ -18,6 +18,7 @@ class AttentionBatch:
     ``[num_reqs + 1]`` starting at 0, ``seq_lens`` int32 ``[num_reqs]`` (0 = padding), ``block_table`` int32
     ``[num_reqs, max_blocks]``, ``slot_mapping`` int64 ``[num_tokens]`` (-1 = padding). ``*_host`` hold the same in host
     memory. ``num_reqs`` and ``num_tokens`` are padded sizes, ``max_query_len`` and ``max_seq_len`` upper bounds.
+    ``in_graph``: a FULL graph reads the plan, whose batches are then all of this size.
     """
 
     num_reqs: int
@@ -30,6 +31,7 @@ class AttentionBatch:
     slot_mapping: torch.Tensor
     query_start_loc_host: torch.Tensor
     seq_lens_host: torch.Tensor
+    in_graph: bool = False
 
 
 class AttentionPlan(Protocol):

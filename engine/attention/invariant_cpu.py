@@ -74,15 +74,16 @@ class InvariantCPUPlan:
     def run(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         layer: AttentionLayerSpec,
     ) -> torch.Tensor:
-        """Store key and value in the cache, then attend, in float32; shapes as in :class:`AttentionPlan`."""
+        """Store key and value in the cache, if given, then attend, in float32; shapes as in :class:`AttentionPlan`."""
         keys, values = kv_cache.flatten(1, 2).unbind()
         for new, pool in ((key, keys), (value, values)):
-            pool.index_copy_(0, self._slots, new.index_select(0, self._real).to(pool.dtype))
+            if new is not None:
+                pool.index_copy_(0, self._slots, new.index_select(0, self._real).to(pool.dtype))
         tiles = self._tiles_for(layer.sliding_window)
         output = query.new_zeros(query.shape)
         if not tiles.tiles:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from ...stages.attention import AttentionBatch
 from ...stages.records import IntArray
 from ...stages.specs import AttentionLayerSpec, KVCacheGroupSpec
+from .decode_tiles import DecodeTiles, HostArrays
 from .tiles import Tile, Tiling, build_tiles
 
 # Scores of capped attention that exist at a time.
@@ -61,31 +62,40 @@ class PagedCPUPlan:
         self._scratch = scratch
         self._batch: AttentionBatch | None = None
         self._tilings: dict[int | None, Tiling] = {}
+        self._decode: DecodeTiles | None = None
+        self._arrays = HostArrays()
         self._slots: slice | torch.Tensor = slice(0, 0)
         self._stored: torch.Tensor | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Take in this step. Tiles are built anew for the windows seen so far; a new window's in its first ``run``."""
+        """Take in this step. Tiles are made for the windows seen so far; a new window's in its first ``run``.
+
+        Those of a step that decodes grow out of those of the step before, if it is that step's continuation.
+        """
         self._batch = batch
-        slots = batch.slot_mapping.numpy()
-        real = None if slots.min(initial=0) >= 0 else np.flatnonzero(slots >= 0)
+        slots = self._arrays("slots", batch.slot_mapping)
+        real = None if np.minimum.reduce(slots, initial=0) >= 0 else np.flatnonzero(slots >= 0)
         self._stored = None if real is None else torch.from_numpy(real)
         self._slots = _as_slice(slots.copy() if real is None else slots[real])
-        windows = tuple(self._tilings)
-        self._tilings = {window: Tiling.of(build_tiles(batch, self._block_size, window)) for window in windows}
+        decode, self._decode = self._decode, None  # an interrupt on the way leaves nothing that is half grown
+        if decode is None or not decode.follow(batch):
+            decode = DecodeTiles(batch, self._block_size, self._arrays) if DecodeTiles.decodes(batch) else None
+        self._tilings = {window: self._tiling(window, batch, decode) for window in tuple(self._tilings)}
+        self._decode = decode
 
     def run(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         layer: AttentionLayerSpec,
     ) -> torch.Tensor:
         """Store key and value in the cache, then attend; shapes as in :class:`AttentionPlan`."""
         keys, values = kv_cache.view(2, -1, layer.num_kv_heads * layer.head_size).unbind()
-        self._store(key, keys)
-        self._store(value, values)
+        if key is not None and value is not None:
+            self._store(key, keys)
+            self._store(value, values)
         tiling = self._tiling_for(layer.sliding_window)
         tiles = tiling.tiles
         if len(tiles) == 1 and tiles[0].tokens == slice(0, query.shape[0]):
@@ -115,7 +125,16 @@ class PagedCPUPlan:
         tiling = self._tilings.get(window)
         if tiling is None:
             assert self._batch is not None, "plan() comes before run()"
-            tiling = self._tilings[window] = Tiling.of(build_tiles(self._batch, self._block_size, window))
+            tiling = self._tilings[window] = self._tiling(window, self._batch, self._decode)
+        return tiling
+
+    def _tiling(self, window: int | None, batch: AttentionBatch, decode: DecodeTiles | None) -> Tiling:
+        """The tiles that kept ones have grown to, or new ones."""
+        tiling = None if decode is None else decode.grown(window, batch)
+        if tiling is None:
+            tiling = Tiling.of(build_tiles(batch, self._block_size, window))
+            if decode is not None:
+                decode.keep(window, tiling)
         return tiling
 
     def _attend(

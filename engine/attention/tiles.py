@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ CLASSES_AN_OCTAVE = 4
 MAX_TILE_KEYS = 8192
 
 
-@frozen(eq=False)
-class Tile:
+class Tile(NamedTuple):
     """Requests with the same number of queries, padded to the same number of keys.
 
     ``tokens`` are the batch's tokens, request after request, a slice where they are adjacent. ``slots`` int64
@@ -42,8 +42,7 @@ class Tile:
     is_causal: bool
 
 
-@frozen(eq=False)
-class Tiling:
+class Tiling(NamedTuple):
     """The tiles of a batch, and the tokens of each as a range: of the batch, or, if any are scattered, of ``order``.
 
     ``order`` int64 ``[num real tokens]`` lists the batch's tokens, tile after tile.

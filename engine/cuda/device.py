@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...stages.device import Download, Fence, HostArray
+from ..kernels.copy import copy_rows
 
 
 class CudaFence:
@@ -51,7 +52,12 @@ class CudaDevice:
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy without waiting; memory that is not pinned is copied to pinned memory first."""
-        target.copy_(source if source.is_pinned() else source.pin_memory(), non_blocking=True)
+        if not source.is_pinned():
+            source = source.pin_memory()
+        if source.is_contiguous() and target.is_contiguous():
+            target.copy_(source, non_blocking=True)
+        else:
+            copy_rows(source, target)
 
     def download(self, source: torch.Tensor) -> Download:
         """Copy to pinned memory in the order of the stream: so little that it is done before another could begin."""

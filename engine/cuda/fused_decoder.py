@@ -11,7 +11,7 @@ from ...stages.forward_context import ForwardContext
 from ...stages.records import ModelInputs
 from ...stages.specs import ModelSpec
 from ..kernels.norm import add_rms_norm, embed_rms_norm
-from ..kernels.rope import HeadNorms, RopeTables, rope_store
+from ..kernels.rope import HeadNorms, KeyPlace, RopeTables, rope_store
 from ..models.decoder import Decoder
 from .linear import CudaLinear
 
@@ -129,9 +129,8 @@ class FusedDecoder:
         return rope_store(
             layer.qkv.parts(normed),
             positions,
-            context.slots[index],
             self._rope,
-            context.kv_caches[index],
+            KeyPlace(context.kv_caches[index], context.slots[index]),
             layer.head_norms,
             pdl=self._pdl,
         )

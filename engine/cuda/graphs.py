@@ -47,6 +47,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alias_all(output: ForwardOutput) -> ForwardOutput:
+    """Every tensor of a result as :func:`alias` gives it."""
     aliases = tuple(alias(tensor) for tensor in tensors_of(output))
     return aliases if isinstance(output, tuple) else aliases[0]
 

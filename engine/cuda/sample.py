@@ -87,11 +87,12 @@ class CudaSample:
             return self._general(batch, inputs, state, grammar)
         before = self._parameters
         rows = batch.rows if is_all else batch.rows[sampling]
-        self._parameters = parameters = RowParameters.read(self._columns, rows, before)
+        parameters = RowParameters.read(self._columns, rows, before)
         if parameters.active & ~int(FUSED):
             return self._general(batch, inputs, state, grammar)
         if parameters is not before:
             self._upload(parameters)
+            self._parameters = parameters  # last: an interrupt before it only makes the same be uploaded again
         if is_all and self._graphs is not None and execution.mode is CUDAGraphMode.FULL:
             chosen = self._replay(self._graphs, inputs, execution, state.logits)
         elif is_all:

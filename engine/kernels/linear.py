@@ -105,28 +105,11 @@ def skinny_linear(
     The parts add up to the product; they are float32 where there are several, else of the rows' type. ``gated``: the
     weight stacks gate and up projections, and ``silu(gate) * up`` comes out, ``[1, num_rows, out / 2]``.
     """
-    num_rows = rows.shape[0]
+    num_rows, size_in = rows.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
     split = 1 if gated else config.split
     dtype = rows.dtype if split == 1 else torch.float32
     product = torch.empty(split, num_rows, size_out, dtype=dtype, device=rows.device)
-    launch_linear(rows, weight, bias, product, config, gated=gated, pdl=pdl)
-    return product
-
-
-def launch_linear(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    product: torch.Tensor,
-    config: LinearConfig,
-    *,
-    gated: bool = False,
-    pdl: bool = False,
-) -> None:
-    """The same into ``product`` ``[split, num_rows, out]``, float32 or of the rows' type."""
-    split, num_rows, size_out = product.shape
-    size_in = rows.shape[1]
     block_rows = min(max(16, triton.next_power_of_2(num_rows)), 64)
     per_part = triton.cdiv(size_in, split * config.block_in) * config.block_in
     lines = triton.next_power_of_2(triton.cdiv(per_part, 64))
@@ -153,3 +136,4 @@ def launch_linear(
         num_stages=config.num_stages,
         **options,
     )
+    return product

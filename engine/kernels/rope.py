@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -104,28 +106,36 @@ class RopeTables:
     sines: torch.Tensor
 
 
+class KeyPlace(NamedTuple):
+    """Where keys and values go: ``kv_cache`` ``[2, num_blocks, block_size, num_kv_heads, head_size]`` and ``slots``
+    int64 ``[num_tokens]``; -1 stores nothing.
+    """
+
+    kv_cache: torch.Tensor
+    slots: torch.Tensor
+
+
 def rope_store(
     parts: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
     rope: RopeTables,
-    kv_cache: torch.Tensor,
+    place: KeyPlace,
     norms: HeadNorms | None = None,
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Rotated queries ``[num_tokens, num_heads * head_size]``; keys and values go to their slots of ``kv_cache``.
+    """Rotated queries ``[num_tokens, num_heads * head_size]``; keys and values go to their place.
 
     Args:
         parts: ``[split, num_tokens, (num_heads + 2 * num_kv_heads) * head_size]``, partial sums of queries, keys and
             values.
         positions: int64 ``[num_tokens]``.
-        slots: int64 ``[num_tokens]``; -1 stores nothing.
         rope: rotation tables.
-        kv_cache: ``[2, num_blocks, block_size, num_kv_heads, head_size]``.
+        place: cache and slots of keys and values.
         norms: of queries and keys before the rotation, or None.
         pdl: whether the kernel is one of a chain.
     """
+    kv_cache, slots = place
     split, num_tokens, width = parts.shape
     num_kv_heads, head_size = kv_cache.shape[3:]
     num_heads = width // head_size - 2 * num_kv_heads

@@ -67,7 +67,7 @@ def _profile(loop: ServingLoop, path: Path) -> None:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     )
     busy, end = 0.0, spans[0][0]
     for begin, stop in spans:

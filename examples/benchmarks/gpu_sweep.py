@@ -1,10 +1,12 @@
 """Which kernel configuration is fastest for which product and batch size on this GPU.
 
-    python examples/benchmarks/gpu_sweep.py [--shape 0.6b|8b] [--what linear|decode] [--jobs 12]
+    python examples/benchmarks/gpu_sweep.py [--shape 0.6b|8b] [--what linear|decode|prefill] [--jobs 12]
 
 Prints, for each product of a Qwen3 layer and number of rows, the time of cuBLAS, of the best split Triton kernel and of
-the bytes; and for decode attention the best configurations. Each time is a call within one graph over many layers, so
-that weights and keys come from memory. ``--jobs`` processes compile beforehand. GPU_NOTES.md holds figures of one run.
+the bytes; for decode attention the best configurations, and the time of the one in use over FlashInfer's best; the same
+ratio for prompts and for a chunk among decodes (``prefill``), where FlashInfer is installed. Each time is a call within
+one graph over many layers, so that weights and keys come from memory. ``--jobs`` processes compile beforehand.
+GPU_NOTES.md holds figures of one run.
 """
 
 from __future__ import annotations
@@ -18,6 +20,15 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
+from twostroke.engine.attention.flashinfer_library import (
+    DECODE_KERNELS,
+    MIXED_KERNELS,
+    AttentionKernel,
+    FlashInfer,
+    FlashInferMissing,
+)
+from twostroke.engine.cuda.attention_timing import POOL_BYTES, AttentionPool, Requests, TimedShape, attention_time_us
+from twostroke.engine.cuda.device import CudaDevice
 from twostroke.engine.cuda.timing import replay_time_us
 from twostroke.engine.kernels.decode_attention import DecodeConfig, DecodeWorkspace, PagedKeys, decode_attention
 from twostroke.engine.kernels.linear import LinearConfig, skinny_linear
@@ -108,9 +119,40 @@ def decode_work(shape: str, rows: int) -> tuple[int, Callable[[DecodeConfig], Ca
 
 
 def tasks(args: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """(shape, product or "decode", rows)."""
-    names = [*products("0.6b")] if args.what == "linear" else ["decode"]
+    """(shape, product or kind of step, rows)."""
+    names = {"linear": [*products("0.6b")], "decode": ["decode"], "prefill": ["prefill", "mixed"]}[args.what]
     return list(itertools.product(args.shape, names, args.rows))
+
+
+def requests_of(name: str, rows: int) -> Requests:
+    """(computed, scheduled) tokens: decodes, prompts of up to 16,384 tokens in all, or a chunk among decodes."""
+    if name == "prefill":
+        return [(0, min(CONTEXT, max(16_384 // rows, 1)))] * rows
+    decodes: Requests = [(CONTEXT - 1, 1)] * rows
+    return decodes if name == "decode" else [*decodes[1:], (512, 512)]
+
+
+def attention_times(shape: str, name: str, rows: int) -> dict[str, float | str]:
+    """Microseconds of a layer by kernel, or why there are none, and Triton's over the best of FlashInfer's."""
+    _, _, heads, kv_heads, _ = SHAPES[shape]
+    layer = AttentionLayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=HEAD, scale=HEAD**-0.5)
+    timed = TimedShape(layer=layer, dtype=torch.bfloat16, block_size=PAGE, device=CudaDevice(), pdl=True)
+    pool, times = AttentionPool(timed, POOL_BYTES), dict[str, float | str]()
+    try:
+        library = FlashInfer.load()
+    except FlashInferMissing as error:
+        return {"flashinfer": str(error)}
+    for kernel in (AttentionKernel.TRITON, *(DECODE_KERNELS if name == "decode" else MIXED_KERNELS)):
+        if kernel is not AttentionKernel.TRITON and not library.is_built(kernel, layer, torch.bfloat16):
+            times[kernel] = "not built"
+            continue
+        plan = timed.plan(kernel, library)
+        times[kernel] = round(attention_time_us(timed, pool, plan, requests_of(name, rows)), 2)
+    others = [us for kernel, us in times.items() if kernel != AttentionKernel.TRITON and isinstance(us, float)]
+    triton = times[AttentionKernel.TRITON]
+    if others and isinstance(triton, float):
+        times["triton/flashinfer"] = round(triton / min(others), 3)
+    return times
 
 
 def compile_share(args: argparse.Namespace) -> None:
@@ -135,6 +177,10 @@ def compile_share(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> None:
     """Time everything, and print a line for each product and number of rows."""
     for shape, name, rows in tasks(args):
+        if args.what == "prefill":
+            times = attention_times(shape, name, rows)
+            print(json.dumps({"shape": shape, "op": name, "rows": rows} | times), flush=True)
+            continue
         results: list[tuple[float, LinearConfig | DecodeConfig]] = []
         tried: list[tuple[LinearConfig | DecodeConfig, Callable[[], object]]]
         if name == "decode":
@@ -156,14 +202,15 @@ def measure(args: argparse.Namespace) -> None:
         results.sort(key=lambda pair: pair[0])
         best = [(round(us, 2), tuple(config)) for us, config in results[:3]]
         line = {"shape": shape, "op": name, "rows": rows, "limit_us": round(limit / BYTES_PER_US, 2), "best": best}
-        print(json.dumps(line | ({} if base is None else {"cublas_us": round(base, 2)})), flush=True)
+        other = attention_times(shape, name, rows) if base is None else {"cublas_us": round(base, 2)}
+        print(json.dumps(line | other), flush=True)
 
 
 def main() -> None:
     """Compile in parallel, then measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=[*SHAPES], default=[*SHAPES])
-    parser.add_argument("--what", choices=["linear", "decode"], default="linear")
+    parser.add_argument("--what", choices=["linear", "decode", "prefill"], default="linear")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--share", type=int, default=None, help=argparse.SUPPRESS)
@@ -172,7 +219,8 @@ def main() -> None:
         compile_share(args)
         return
     command = [sys.executable, __file__, *sys.argv[1:], "--jobs", str(args.jobs)]
-    shares = [subprocess.Popen([*command, "--share", str(share)]) for share in range(args.jobs)]
+    num_shares = 0 if args.what == "prefill" else args.jobs  # one kernel is not worth processes
+    shares = [subprocess.Popen([*command, "--share", str(share)]) for share in range(num_shares)]
     for share in shares:
         share.wait()
     measure(args)

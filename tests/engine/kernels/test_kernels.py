@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from twostroke.engine.kernels.copy import copy_rows
 from twostroke.engine.kernels.linear import LinearConfig, skinny_linear
 from twostroke.engine.kernels.norm import add_rms_norm, embed_rms_norm, silu_mul
-from twostroke.engine.kernels.rope import HeadNorms, RopeTables, rope_store
+from twostroke.engine.kernels.rope import HeadNorms, KeyPlace, RopeTables, rope_store
 from twostroke.engine.kernels.sampling import DrawParams, choose_tokens
 from twostroke.engine.kernels.tokens import store_tokens
 from twostroke.engine.models.norm import RMSNorm
@@ -88,8 +89,8 @@ def test_silu_mul() -> None:
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(4, 2, 8), (3, 1, 24), (6, 2, 16)])
-@pytest.mark.parametrize(("num_tokens", "split"), [(1, 2), (5, 1), (70, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(4, 2, 8), (3, 1, 24)])
+@pytest.mark.parametrize(("num_tokens", "split"), [(1, 2), (5, 1), (65, 1)])
 def test_rope_store(
     has_norm: bool, num_heads: int, num_kv_heads: int, head_size: int, num_tokens: int, split: int
 ) -> None:
@@ -103,7 +104,7 @@ def test_rope_store(
         slots[num_tokens // 2] = -1
     cache = torch.full((2, (num_tokens + 11) // 4, 4, num_kv_heads, head_size), torch.nan, device=DEVICE)
     before = cache.clone()
-    query = rope_store(parts, positions, slots, rope, cache, norms)
+    query = rope_store(parts, positions, rope, KeyPlace(cache, slots), norms)
 
     heads = parts.sum(0).view(num_tokens, -1, head_size)
     queries, keys, values = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -168,3 +169,12 @@ def test_store_tokens_keeps_ids_inside_the_vocabulary() -> None:
     assert table[index].tolist() == sampled.clamp(0, 249).tolist()
     assert int(table.count_nonzero()) == int((sampled.clamp(0, 249) != 0).sum())
     store_tokens(table, index[:0], sampled[:0], 250)
+
+
+def test_copy_rows_of_strided_tensors() -> None:
+    host = torch.arange(4 * 3000).view(4, 3000)
+    source = host.pin_memory() if CUDA else host
+    target = torch.full((4, 5000), -1, device=DEVICE)
+    copy_rows(source[:, :1500], target[:, :1500])
+    assert torch.equal(target[:, :1500].cpu(), host[:, :1500])
+    assert (target[:, 1500:] == -1).all()

@@ -1,0 +1,30 @@
+"""Copies that the copy engines would take several commands for."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launching import kernel
+
+
+@kernel(do_not_specialize=["num_columns", "source_stride", "target_stride"])
+def _copy_rows_kernel(source_ptr, target_ptr, num_columns, source_stride, target_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < num_columns
+    values = tl.load(source_ptr + row * source_stride + columns, mask=mask)
+    tl.store(target_ptr + row * target_stride + columns, values, mask=mask)
+
+
+def copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
+    """``target.copy_(source)`` for ``[num_rows, num_columns]`` of one type, columns adjacent, rows any distance apart.
+
+    The source may be pinned host memory, which the kernel reads where it lies.
+    """
+    num_rows, num_columns = source.shape
+    block = 1024
+    _copy_rows_kernel[(triton.cdiv(num_columns, block), num_rows)](
+        source, target, num_columns, source.stride(0), target.stride(0), BLOCK=block
+    )
