@@ -5,32 +5,34 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..kernels.linear import LinearConfig, skinny_linear
+from ..kernels.linear import MOST_PREFETCHED, LinearConfig, skinny_linear
 from ..kernels.norm import silu_mul
 from ..models.linear import Linear
 
-# Rows up to which a split kernel beats cuBLAS on an H200, by examples/benchmarks/gpu_sweep.py; see GPU_NOTES.md there.
-MOST_SPLIT_ROWS = 64
-MOST_SPLIT_ROWS_OF_NARROW = 128
+# Where a split kernel beats cuBLAS on an H200: examples/benchmarks/gpu_sweep.py; figures in GPU_NOTES.md beside it.
+FEW_ROWS = 32
+MANY_ROWS = 64
+MOST_ROWS_OF_NARROW = 128
 NARROW = 1024
-WIDE = 4096  # with more inputs than NARROW, cuBLAS is as fast
-LARGE = 2**25  # elements of a weight from which two parts are enough
-MOST_GATED_ROWS = 32
+WIDE = 4096
 WIDEST = 32_768  # beyond, which is the head of a model, cuBLAS reads at the speed of memory itself
+DEEP = 8192
 ENOUGH_PROGRAMS = 256
 
 
 def product_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig | None:
     """The split kernel for a product of these sizes; None for cuBLAS."""
-    most = MOST_SPLIT_ROWS_OF_NARROW if size_out <= NARROW else MOST_SPLIT_ROWS
-    if num_rows > most or size_out > WIDEST or (size_out > WIDE and size_in > NARROW):
+    if size_out > WIDEST:
         return None
-    if size_in * size_out > LARGE:
-        return LinearConfig(64, 256 if num_rows <= 32 else 128, 2)
-    block_in = 128 if num_rows <= MOST_SPLIT_ROWS else 64
-    num_blocks = -(-size_out // 64)
-    if num_rows <= MOST_GATED_ROWS and size_out <= NARROW and size_in % 1024 == 0:
+    if size_in * size_out > MOST_PREFETCHED:
+        if num_rows > (MANY_ROWS if size_out <= WIDE else FEW_ROWS):
+            return None
+        return LinearConfig(64, 256 if size_in > DEEP and num_rows <= FEW_ROWS else 128, 2)
+    if num_rows > (MOST_ROWS_OF_NARROW if size_out <= NARROW else MANY_ROWS):
+        return None
+    if num_rows <= FEW_ROWS and size_out <= NARROW and size_in % 1024 == 0:
         return LinearConfig(64, 256, 4, 4, 3)
+    block_in, num_blocks = 128 if num_rows <= MANY_ROWS else 64, -(-size_out // 64)
     for split in (8, 4, 2):
         if num_blocks * split <= ENOUGH_PROGRAMS and size_in % (split * block_in) == 0:
             return LinearConfig(64, block_in, split)
@@ -38,17 +40,17 @@ def product_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig |
 
 
 def gated_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig | None:
-    """The kernel that multiplies with gate and up projections and activates, ``size_out`` each; None for cuBLAS."""
-    if num_rows > MOST_GATED_ROWS or size_in * size_out > LARGE:
+    """The kernel that multiplies with gate and up projections and activates, ``size_out`` each, or None."""
+    if num_rows > FEW_ROWS or 2 * size_in * size_out > MOST_PREFETCHED:
         return None
     return LinearConfig(32, 256, 1)
 
 
 def stacked_config(size_in: int, size_out: int, num_rows: int) -> LinearConfig | None:
     """The kernel of the same product without the activation, ``size_out`` in all; None for cuBLAS."""
-    if num_rows > MOST_GATED_ROWS or size_in * size_out <= 2 * LARGE:
-        return None
-    return LinearConfig(64, 256, 1)
+    if size_in * size_out > MOST_PREFETCHED:
+        return LinearConfig(64, 256, 1) if num_rows <= FEW_ROWS // 2 else None
+    return LinearConfig(64, 128, 1) if FEW_ROWS < num_rows <= MANY_ROWS else None
 
 
 class CudaLinear:

@@ -12,8 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .dependent import prefetch
 from .launching import kernel
 
-MOST_ROWS = 256
-"""Rows up to which :func:`skinny_linear` may be asked."""
+MOST_PREFETCHED = 2**23
+"""Elements up to which a weight is fetched into L2 ahead: what is larger would push out what it has fetched itself."""
 
 
 class LinearConfig(NamedTuple):
@@ -127,7 +127,7 @@ def skinny_linear(
         BLOCK_OUT=config.block_out,
         BLOCK_IN=config.block_in,
         SPLIT=split,
-        LINES=lines if config.block_out * lines <= 4096 else 0,
+        LINES=lines if weight.numel() <= MOST_PREFETCHED else 0,
         GATED=gated,
         HAS_BIAS=bias is not None,
         PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",
