@@ -61,6 +61,7 @@ class ModelRunner(RunnerLife):
         self.listeners = Listeners()
         self._open = _OpenStep.none()
         self._num_steps = 0
+        self._inference_mode = torch.inference_mode()  # kept, as to make one takes as long as to enter it
 
     @property
     def num_steps(self) -> int:
@@ -88,7 +89,7 @@ class ModelRunner(RunnerLife):
         undo = partial(self._undo, transaction)
 
         def forward() -> None:
-            with torch.inference_mode():
+            with self._inference_mode:
                 parts.stages.execute.run(records, self.observers)
             self._open = _OpenStep(transaction, records, transaction.savepoint())
 
@@ -123,7 +124,7 @@ class ModelRunner(RunnerLife):
             records = dict(step.records)
             if grammar_output is not None:
                 records[GrammarOutput] = grammar_output
-            with torch.inference_mode():
+            with self._inference_mode:
                 parts.stages.sample.run(records, self.observers)
             output = records.get(AsyncModelRunnerOutput) or records[ModelRunnerOutput]
             return output if self.config.async_scheduling else output.get_output()

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 from ..fsm.errors import StepStateError
-from ..stages.errors import RequestFailed
 from ..stages.io import ModelRunnerOutput, SchedulerOutput
 from ..stages.sampling_params import SamplingParams
 from .block_pool import BlockPool
@@ -27,9 +25,9 @@ from .scheduler_records import (
     RunnerOutputMismatch,
     SchedulerConfig,
     SchedulerStats,
-    first_positions,
 )
 from .scheduler_request import Request, RequestStatus
+from .scheduler_settlement import Settlement
 from .scheduler_step import ScheduledStep
 
 __all__ = [
@@ -70,6 +68,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._queues = RequestQueues()
         self._planner = Planner(config, self._queues, self._blocks)
+        self._settlement = Settlement(self._blocks)
         self._finished_req_ids: set[str] = set()
         self._untold: list[Request] = []
         self._steps: deque[ScheduledStep] = deque()
@@ -227,20 +226,9 @@ class Scheduler:
         oldest = next((step for step in self._steps if step.num_scheduled_tokens), None)
         step = self._expect(oldest, scheduler_output, "update_from_output")
         step.check_complete(model_runner_output)
-        updates: list[RequestUpdate] = []
-        ended: list[Request] = []
-        counts, running = step.num_scheduled_tokens, RequestStatus.RUNNING
-        for request in chain(step.continued, step.admitted):
-            start = request.num_written_tokens
-            request.num_written_tokens = start + counts[request.req_id]
-            if request.status is not running:
-                continue
-            update = self._advance(request, start, model_runner_output)
-            if update is not None:
-                updates.append(update)
-                if update.finish_reason is not None:
-                    ended.append(request)
-                    del self._requests[request.req_id]
+        updates, ended = self._settlement.settle(step, model_runner_output)
+        for request in ended:
+            del self._requests[request.req_id]
         while self._steps.popleft() is not step:
             pass  # steps without tokens before it are done too
         self._retire(ended)
@@ -271,42 +259,6 @@ class Scheduler:
             self._untold += [entry.request for entry in step.preempted]
         else:
             self._preemptions -= len(step.preempted)
-
-    def _advance(self, request: Request, start: int, output: ModelRunnerOutput) -> RequestUpdate | None:
-        """Settle one request's share of a step, from position ``start``; None when it has nothing to tell."""
-        req_id, end = request.req_id, request.num_written_tokens
-        if output.request_errors and (error := output.request_errors.get(req_id)) is not None:
-            return self._fail(request, error)
-        step = self._blocks.smallest_step
-        if start // step != end // step:
-            self._blocks.publish(request, start, end)
-        prompt_logprobs = output.prompt_logprobs_dict.get(req_id) if output.prompt_logprobs_dict else None
-        cached = request.num_cached_tokens or 0
-        if end < len(request.token_ids):  # a prompt chunk that is not the last one: nothing was sampled for it
-            if prompt_logprobs is None:
-                return None
-            return RequestUpdate(req_id, [], prompt_logprobs=prompt_logprobs, num_cached_tokens=cached)
-        index = output.req_id_to_index[req_id]
-        sampled = output.sampled_token_ids[index]
-        if len(sampled) != 1:
-            if len(sampled) == 0:
-                reason = "nothing was sampled though its last token was computed"
-                return self._fail(request, RequestFailed(req_id, reason))
-            if request.is_in_flight:
-                reason = f"{len(sampled)} tokens were sampled, but the step in flight after it counts on one"
-                return self._fail(request, RequestFailed(req_id, reason))
-            request.num_tokens += len(sampled) - 1
-        tokens, finish_reason, stop_reason = request.append_until_end(sampled)
-        logprobs = None
-        if output.logprobs is not None and request.sampling_params.logprobs is not None:
-            logprobs = first_positions(output.logprobs.for_request(index), len(tokens))
-        return RequestUpdate(req_id, tokens, finish_reason, stop_reason, logprobs, prompt_logprobs, None, cached)
-
-    def _fail(self, request: Request, error: Exception) -> RequestUpdate:
-        # What spoilt it may lie in its blocks, where others would find it.
-        self._blocks.forget(request)
-        cached = request.num_cached_tokens or 0
-        return RequestUpdate(request.req_id, [], FinishReason.ERROR, error=error, num_cached_tokens=cached)
 
     def _retire(self, requests: list[Request]) -> None:
         """Take requests out of their queues for good, and free what no step in flight uses any more."""

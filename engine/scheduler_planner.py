@@ -60,11 +60,19 @@ class Planner:
             self._queues.undo_preemptions([entry.request for entry in step.preempted])
 
     def _schedule_running(self, step: ScheduledStep) -> None:
-        max_chunk = self._config.max_chunk
+        max_chunk, decode = self._config.max_chunk, step.decode()
         for request in self._queues.running:  # preemption only pops from its end, behind the request at hand
             if request is step.gives_way:
                 return
             computed, known = request.num_computed_tokens, request.num_tokens
+            if (
+                known - computed == 1
+                and known <= request.num_slots
+                and known < request.max_total_tokens
+                and step.budget
+            ):
+                decode(request, computed, known)
+                continue
             num_tokens = min(known - computed, max_chunk, step.budget)
             if num_tokens <= 0 or known >= request.max_total_tokens:  # its last token is in flight
                 if step.budget == 0:

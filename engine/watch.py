@@ -10,6 +10,7 @@ from attrs import frozen
 
 from .recording_book import RequestBook
 from .recording_format import Fields, scheduler_output
+from .recording_lines import Line, fields_of
 from .recording_reader import RecordedOutput, RecordedStep
 
 _WINDOW_SECONDS = 5.0
@@ -63,8 +64,9 @@ class Watcher:
         self._max_blocks = self._num_steps = self._num_tokens = self._num_failures = 0
         self._last_failure = ""
 
-    def write(self, line: Fields) -> None:
+    def write(self, line: Line) -> None:
         """Take in one line of a recording."""
+        line = fields_of(line)
         match line["kind"]:
             case "recording":
                 self._max_blocks = max(int(line["config"].get("num_kv_blocks") or 1) - 1, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -28,6 +28,16 @@ class StageObserver(Protocol):
 
     def stage_failed(self, name: str, error: BaseException) -> None:
         """The stage raised ``error``, or what it returned was refused."""
+
+
+class RunObserver(StageObserver):
+    """Hears of all stages of a run at once, when it is over, which costs a step far less than to be told of each."""
+
+    def after_run(self, names: tuple[str, ...], started: float, ends: Sequence[float]) -> None:
+        """The run is over. Of the stages that returned, ``ends`` says when, in order, in seconds of ``perf_counter``.
+
+        The first began at ``started``, each other one when the one before it ended; observers' time counts with theirs.
+        """
 
 
 class StageTimes(StageObserver):
@@ -93,8 +103,15 @@ class Observers:
 
     def _set(self, seats: Iterable[_Seat]) -> None:
         self._seats = tuple(seats)
+        self._run_seats = tuple(seat for seat in self._seats if isinstance(seat.observer, RunObserver))
+        self._stage_seats = tuple(seat for seat in self._seats if not isinstance(seat.observer, RunObserver))
         # Most want to hear of the end only: a call of an empty method for each stage is left out.
-        self._early_seats = tuple(seat for seat in self._seats if seat.hears_before)
+        self._early_seats = tuple(seat for seat in self._stage_seats if seat.hears_before)
+
+    @property
+    def hear_stages(self) -> bool:
+        """Whether any wants to be told of each stage."""
+        return bool(self._stage_seats)
 
     @property
     def failures(self) -> int:
@@ -111,7 +128,7 @@ class Observers:
 
     def after_stage(self, name: str, seconds: float, record: object) -> None:
         """Tell every observer."""
-        for seat in self._seats:
+        for seat in self._stage_seats:
             try:
                 seat.observer.after_stage(name, seconds, record)
             except Exception:
@@ -119,11 +136,20 @@ class Observers:
 
     def stage_failed(self, name: str, error: BaseException) -> None:
         """Tell every observer."""
-        for seat in self._seats:
+        for seat in self._stage_seats:
             try:
                 seat.observer.stage_failed(name, error)
             except Exception:
                 seat.failed("stage_failed")
+
+    def after_run(self, names: tuple[str, ...], started: float, ends: Sequence[float]) -> None:
+        """Tell every :class:`RunObserver`."""
+        for seat in self._run_seats:
+            assert isinstance(seat.observer, RunObserver), "only those have these seats"
+            try:
+                seat.observer.after_run(names, started, ends)
+            except Exception:
+                seat.failed("after_run")
 
 
 def profiler_range() -> Callable[[str], AbstractContextManager[Any]] | None:

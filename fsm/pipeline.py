@@ -22,7 +22,7 @@ class Pipeline:
     handed, ``X | None`` those that it may be handed.
     """
 
-    __slots__ = ("_given", "_plan", "_stages")
+    __slots__ = ("_given", "_names", "_plan", "_stages")
 
     def __init__(self, stages: Iterable[tuple[str, StageFunction]], given: Iterable[RecordType] = ()) -> None:
         """Read, check and plan.
@@ -40,6 +40,7 @@ class Pipeline:
                 )
             wired[name] = read_stage(name, fn)
         self._stages = wired
+        self._names = tuple(wired)
         self._given = tuple(record_of(record, "given") for record in given)
         self._plan = make_plan(wired, self._given)
 
@@ -57,7 +58,7 @@ class Pipeline:
     @property
     def names(self) -> tuple[str, ...]:
         """The stages, in order."""
-        return tuple(self._stages)
+        return self._names
 
     @property
     def stages(self) -> tuple[tuple[str, Stage], ...]:
@@ -136,12 +137,20 @@ class Pipeline:
         try:
             if observers or make_range is not None:
                 watch = Observers.of(observers)
-                for call in self._plan.calls:
-                    if make_range is None:
-                        _run_watched(call, records, watch)
-                    else:
-                        with make_range(call.name):
+                hear_stages, ends = watch.hear_stages, list[float]()
+                started = perf_counter()
+                try:
+                    for call in self._plan.calls:
+                        if make_range is not None:
+                            with make_range(call.name):
+                                _run_watched(call, records, watch)
+                        elif hear_stages:
                             _run_watched(call, records, watch)
+                        else:
+                            call.run(records)
+                        ends.append(perf_counter())
+                finally:
+                    watch.after_run(self._names, started, ends)
             else:
                 for call in self._plan.calls:
                     call.run(records)

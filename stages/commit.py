@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from ..fsm import Transaction
+from ..fsm.errors import TwoStrokeError
 from .io import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 from .records import Batch, IntArray, PreparedInputs, PromptSpan, SamplerOutput
 from .request_table import LateTokens, RequestRecord, RequestTable
 from .step_output import SampledDownload, SampledOnHost, StepOutput
+
+TokenStore = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+"""``store(table, index, token_ids, vocab_size)`` is ``table[index] = token_ids``, ids kept inside the vocabulary."""
+
+
+def store_tokens(table: torch.Tensor, index: torch.Tensor, token_ids: torch.Tensor, vocab_size: int) -> None:
+    """The same in torch; ``table`` is int32 and flat, ``index`` and ``token_ids`` int64 ``[n]``."""
+    table.index_copy_(0, index, token_ids.clamp(0, vocab_size - 1).to(table.dtype))
+
+
+class SampledTokensMismatch(TwoStrokeError, ValueError):
+    """A sampler that gave another number of tokens than there are requests to sample for. Nothing was written."""
 
 
 class Commit:
@@ -21,30 +34,57 @@ class Commit:
     be waited for. A sampled id outside the vocabulary (a replaced sampler can return anything) fails its request.
     """
 
-    def __init__(self, table: RequestTable, vocab_size: int, on_error: Callable[[BaseException], None]) -> None:
-        """``on_error`` hears of an error that surfaces while an output is waited for: the runner is at fault then."""
+    def __init__(
+        self,
+        table: RequestTable,
+        vocab_size: int,
+        on_error: Callable[[BaseException], None],
+        store: TokenStore = store_tokens,
+    ) -> None:
+        """``on_error`` hears of an error that surfaces while an output is waited for: the runner is at fault then.
+
+        ``store`` writes tokens on the device, where that is not the host.
+        """
         self._table = table
+        self._store = store
         self._vocab_size = vocab_size
         self._on_error = on_error
+        self._flat_tokens = table.token_ids.view(-1)
+        self._put = self._put_on_host if table.device.shares_host_memory else self._put_on_device
+        self._req_ids: Sequence[str] = ()
+        self._index: dict[str, int] = {}
 
     def __call__(
         self, output: SamplerOutput, batch: Batch, inputs: PreparedInputs, transaction: Transaction
     ) -> AsyncModelRunnerOutput:
         """The step's output, parallel to ``batch.req_ids``, on its way."""
         table, sampling = self._table, inputs.sampling_reqs
-        rows = batch.rows[sampling]
+        is_all = len(sampling) == len(batch.req_ids)
+        rows = batch.rows if is_all else batch.rows[sampling]
+        if output.sampled_token_ids.shape != (len(rows),):
+            raise SampledTokensMismatch(
+                f"the sampler gave tokens of shape {tuple(output.sampled_token_ids.shape)} for {len(rows)} requests; "
+                "give one token for each of sampling_reqs, in their order"
+            )
         counts = table.num_tokens[rows]
         transaction.on_undo(table.num_tokens.__setitem__, rows, counts)
-        self._store(rows, counts, output.sampled_token_ids)
+        # Ids are kept inside the vocabulary: the next step looks them up before the host has seen them.
+        self._put(inputs, rows, counts, output.sampled_token_ids)
         table.num_tokens[rows] = counts + 1
-        records = [table.records[batch.req_ids[int(index)]] for index in sampling]
+        records = (
+            table.records_of(batch.req_ids, rows)
+            if is_all
+            else [table.records[batch.req_ids[int(index)]] for index in sampling]
+        )
         late = LateTokens(records, rows, table.generations[rows], counts)
         scored = [self._advance(span, batch, transaction) for span in inputs.prompt_spans]
+        index = self._index_of(batch)
 
         def build(download: SampledDownload) -> ModelRunnerOutput:
-            sampled = download.wait([record.req_id for record in records], self._vocab_size)
-            table.settle_tokens(late, np.clip(sampled.token_ids, 0, self._vocab_size - 1))  # as on the device
-            return _model_runner_output(batch, sampling, sampled, _deliver(scored, sampled))
+            req_ids = batch.req_ids if is_all else [record.req_id for record in records]
+            sampled = download.wait(req_ids, self._vocab_size)
+            table.settle_tokens(late, sampled.token_ids, self._vocab_size)
+            return _model_runner_output(batch, index, None if is_all else sampling, sampled, _deliver(scored, sampled))
 
         step_output = StepOutput(
             SampledDownload.launch(output, table.device), build, table.latest_output, self._on_error
@@ -53,12 +93,24 @@ class Commit:
         table.latest_output = step_output
         return step_output
 
-    def _store(self, rows: IntArray, counts: IntArray, token_ids: torch.Tensor) -> None:
-        """Write on the device. Ids are kept inside the vocabulary there: the next step looks them up before we do."""
-        table = self._table
-        index = torch.from_numpy(rows * table.token_ids.shape[1] + counts).to(token_ids.device, non_blocking=True)
-        safe = token_ids.clamp(0, self._vocab_size - 1).to(table.token_ids.dtype)
-        table.token_ids.view(-1).index_copy_(0, index, safe)
+    def _put_on_host(self, inputs: PreparedInputs, rows: IntArray, counts: IntArray, token_ids: torch.Tensor) -> None:
+        """By numpy: a fifth of the time of torch calls for few tokens."""
+        ids = np.minimum(np.maximum(token_ids.numpy(), 0), self._vocab_size - 1)
+        self._table.token_ids_host[rows, counts] = ids
+
+    def _put_on_device(self, inputs: PreparedInputs, rows: IntArray, counts: IntArray, token_ids: torch.Tensor) -> None:
+        index = inputs.sampled_index
+        if index is None:  # inputs of a stage that does not say
+            places = torch.from_numpy(rows * self._table.token_ids.shape[1] + counts)
+            index = places.to(token_ids.device, non_blocking=True)
+        self._store(self._flat_tokens, index, token_ids, self._vocab_size)
+
+    def _index_of(self, batch: Batch) -> dict[str, int]:
+        """``ModelRunnerOutput.req_id_to_index``; steps with the same requests share it."""
+        if batch.req_ids is not self._req_ids:
+            self._index = {req_id: index for index, req_id in enumerate(batch.req_ids)}
+            self._req_ids = batch.req_ids
+        return self._index
 
     def _advance(self, span: PromptSpan, batch: Batch, transaction: Transaction) -> _Scored:
         """Book prompt positions that this step scored."""
@@ -90,23 +142,38 @@ def _deliver(scored: list[_Scored], sampled: SampledOnHost) -> dict[str, Logprob
 
 
 def _model_runner_output(
-    batch: Batch, sampling: IntArray, sampled: SampledOnHost, prompt_logprobs: dict[str, LogprobsLists | None]
+    batch: Batch,
+    index: dict[str, int],
+    sampling: IntArray | None,
+    sampled: SampledOnHost,
+    prompt_logprobs: dict[str, LogprobsLists | None],
 ) -> ModelRunnerOutput:
-    tokens: list[list[int]] = [[] for _ in batch.req_ids]
-    for index, token in zip(sampling.tolist(), sampled.token_ids.tolist(), strict=True):
-        tokens[index] = [token]
+    """The output of a step; ``sampling`` are the batch indices that sampled, None for all."""
+    tokens: list[list[int]] = sampled.token_ids[:, None].tolist()
+    if sampling is not None:
+        of_sampling, tokens = tokens, [[] for _ in batch.req_ids]
+        for position, token in zip(sampling.tolist(), of_sampling, strict=True):
+            tokens[position] = token
+    if not (sampled.errors or sampled.num_nans or sampled.logprobs is not None):
+        return ModelRunnerOutput(
+            req_ids=batch.req_ids,
+            req_id_to_index=index,
+            sampled_token_ids=tokens,
+            prompt_logprobs_dict=prompt_logprobs,
+        )
+    indices = np.arange(batch.num_reqs) if sampling is None else sampling
     errors: dict[str, Exception] = {}
     for position, error in sampled.errors.items():
-        index = int(sampling[position])
-        tokens[index] = []
-        errors[batch.req_ids[index]] = error
+        failed = int(indices[position])
+        tokens[failed] = []
+        errors[batch.req_ids[failed]] = error
     return ModelRunnerOutput(
         req_ids=batch.req_ids,
-        req_id_to_index={req_id: index for index, req_id in enumerate(batch.req_ids)},
+        req_id_to_index=index,
         sampled_token_ids=tokens,
-        logprobs=_logprobs(batch.num_reqs, sampling, sampled),
+        logprobs=_logprobs(batch.num_reqs, indices, sampled),
         prompt_logprobs_dict=prompt_logprobs,
-        num_nans_in_logits={batch.req_ids[int(sampling[i])]: count for i, count in sampled.num_nans.items()},
+        num_nans_in_logits={batch.req_ids[int(indices[i])]: count for i, count in sampled.num_nans.items()},
         request_errors=errors,
     )
 

@@ -146,8 +146,7 @@ class UBatchPolicy:
         return self.num_ubatches > 1 and num_tokens >= max(threshold, self.num_ubatches)
 
 
-@frozen(kw_only=True)
-class _Need:
+class _Need(NamedTuple):
     """What a batch asks of a plan. ``full_refusal`` says why no FULL graph can serve it."""
 
     num_reqs: int = 1
@@ -179,6 +178,7 @@ class Dispatch:
         self._captured = captured
         self._coordinator = coordinator or SoloCoordinator()
         self._ubatching = ubatching or UBatchPolicy()
+        self._has_mixed_full = table.has_mixed_full
 
     def __call__(self, batch: Batch, inputs: PreparedInputs) -> BatchExecutionDescriptor:
         """The plan of this step, agreed with the other data-parallel ranks.
@@ -245,7 +245,7 @@ class Dispatch:
                     yield evolve(plan, should_ubatch=True)
 
     def _full_refusal(self, inputs: PreparedInputs) -> str | None:
-        if self.table.has_mixed_full and full_graph_rows(inputs, BatchDescriptor(len(inputs.positions))) is None:
+        if self._has_mixed_full and full_graph_rows(inputs, BatchDescriptor(len(inputs.positions))) is None:
             return OTHER_LOGITS
         return None
 

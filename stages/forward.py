@@ -92,7 +92,9 @@ class Forward:
     ) -> torch.Tensor:
         """Hidden states ``[padded tokens, hidden]`` of one micro-batch."""
         plans = attention.plans[ubatch]
-        slots = [mapping[tokens] for mapping in attention.slot_mapping]
+        slots = attention.slot_mapping
+        if len(attention.plans) > 1:
+            slots = tuple(mapping[tokens] for mapping in slots)
         context = ForwardContext(
             spec=self._model.spec,
             plans=[plans[group] for group in self._group_of_layer],

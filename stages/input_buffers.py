@@ -5,12 +5,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from attrs import frozen
 
 from .block_table import BlockTable
 from .device import Device, Fence, HostArray
+from .specs import NULL_BLOCK, PAD_SLOT
 
-POSITIONS, TOKEN_INDEX, LOGITS_INDICES = 0, 1, 2
+POSITIONS, TOKEN_INDEX, LOGITS_INDICES, SAMPLED_INDEX = 0, 1, 2, 3
 QUERY_START_LOC, SEQ_LENS = 0, 1
+
+_MOST_VIEWS = 16
+
+
+class Heads:
+    """Views of a tensor at a fixed address. Those of a few sizes are kept: to make one takes 1 to 2 us."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def first(self, count: int) -> torch.Tensor:
+        """``tensor[:count]``."""
+        views = self._views.get(count)
+        return self._cut(count)[0] if views is None else views[0]
+
+    def rest(self, count: int) -> torch.Tensor:
+        """``tensor[count:]``."""
+        views = self._views.get(count)
+        return self._cut(count)[1] if views is None else views[1]
+
+    def _cut(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        views = self._views[count] = self._tensor[:count], self._tensor[count:]
+        return views
+
+
+@frozen(kw_only=True, eq=False)
+class BufferHeads:
+    """Heads of the device tensors of :class:`InputBuffers`, by their names there."""
+
+    input_ids: Heads
+    positions: Heads
+    token_index: Heads
+    logits_indices: Heads
+    sampled_index: Heads
+    query_start_loc: Heads
+    seq_lens: Heads
+    slot_mapping: tuple[Heads, ...]
+    block_table: tuple[Heads, ...]
 
 
 class StagedBuffer:
@@ -23,44 +66,112 @@ class StagedBuffer:
         self._device = device
         if device.shares_host_memory:
             self.device = torch.zeros(*shape, dtype=dtype)
-            self._ring = [self.device]
+            self.ring = [self.device]
         else:
             self.device = torch.zeros(*shape, dtype=dtype, device=device.torch_device)
             pinned = device.torch_device.type == "cuda"
-            self._ring = [torch.zeros(*shape, dtype=dtype, pin_memory=pinned) for _ in range(depth)]
-        self._arrays: list[HostArray] = [tensor.numpy() for tensor in self._ring]
-        self._slot = 0
+            self.ring = [torch.zeros(*shape, dtype=dtype, pin_memory=pinned) for _ in range(depth)]
+        self._arrays: list[HostArray] = [tensor.numpy() for tensor in self.ring]
+        self.slot = 0
 
     @property
     def array(self) -> HostArray:
         """This step's host array."""
-        return self._arrays[self._slot]
+        return self._arrays[self.slot]
 
     @property
     def host(self) -> torch.Tensor:
         """This step's host array, as a tensor."""
-        return self._ring[self._slot]
+        return self.ring[self.slot]
 
     def turn(self, slot: int) -> None:
         """Use another host array from now on."""
-        self._slot = slot % len(self._ring)
+        self.slot = slot % len(self.ring)
 
     def flush(self) -> None:
         """Launch the copy to the device (nothing to do on a CPU)."""
         if not self._device.shares_host_memory:
             self._device.upload(self.host, self.device)
 
+    def flush_first(self, count: int) -> None:
+        """The same for the first ``count`` entries."""
+        if not self._device.shares_host_memory:
+            self._device.upload(self.host[:count], self.device[:count])
+
+
+class PaddedBuffer(StagedBuffer):
+    """Entries of a step, behind which there is padding up to the capacity; the last dimension counts the entries.
+
+    Only what may have changed is padded anew and moves; this keeps account of it, here and on the device.
+    """
+
+    def __init__(self, *shape: int, dtype: torch.dtype, padding: int, device: Device, depth: int) -> None:
+        super().__init__(*shape, dtype=dtype, device=device, depth=depth)
+        self._padding = padding
+        self._in_use = [shape[-1]] * len(self.ring)
+        self._on_device = shape[-1]
+
+    def pad(self, count: int) -> HostArray:
+        """Pad behind ``count`` entries, which are to be written next; the whole array."""
+        array, used = self.array, self._in_use[self.slot]
+        if used > count:
+            array[..., count:used] = self._padding
+        self._in_use[self.slot] = count
+        return array
+
+    def flush_first(self, count: int) -> None:
+        """Launch the copy of ``count`` entries, and of padding over those that the device held before."""
+        if self._device.shares_host_memory:
+            return
+        moved = self._on_device = max(count, self._on_device)
+        self._device.upload(self.host[..., :moved], self.device[..., :moved])
+        self._on_device = count
+
+
+class BlockTableBuffer(StagedBuffer):
+    """Block tables of the batch, int32 ``[max_reqs, max_blocks]``. They are large, so only what may have changed moves.
+
+    Rows behind the batch hold the null block; this keeps account of which have to be reset, here and on the device.
+    """
+
+    def __init__(self, max_reqs: int, max_blocks: int, *, device: Device, depth: int) -> None:
+        super().__init__(max_reqs, max_blocks, dtype=torch.int32, device=device, depth=depth)
+        self._rows_in_use = [max_reqs] * len(self.ring)
+        self._rows_on_device = max_reqs
+        self._rows: HostArray | None = None
+        self._version = -1
+        self._blocks: HostArray = self._arrays[0][:0]
+
+    def fill(self, table: BlockTable, rows: HostArray) -> None:
+        """Take in the blocks of these rows of the request table, and bring them to the device."""
+        count, array = len(rows), self.array
+        is_same = self._rows is rows and self._version == table.version
+        if not is_same:
+            self._rows = None  # until all is done, as an interrupt may leave it undone
+            self._blocks = table.blocks[rows, : int(table.counts[rows].max(initial=0))]
+        width = self._blocks.shape[1]
+        reset = max(count, self._rows_in_use[self.slot])
+        self._rows_in_use[self.slot] = reset
+        array[:count, :width] = self._blocks
+        array[count:reset] = NULL_BLOCK
+        self._rows_in_use[self.slot] = count
+        if not is_same:
+            self._rows_on_device = max(count, self._rows_on_device)
+            self.flush_first(self._rows_on_device)
+            self._rows, self._version, self._rows_on_device = rows, table.version, count
+
 
 class InputBuffers:
     """Token-level and request-level inputs of one step, up to ``max_tokens`` tokens and ``max_reqs`` requests.
 
-    ``input_ids`` int32 ``[max_tokens]``. ``tokens`` int64 ``[3, max_tokens]``: positions, where each id lies in the
-    flattened token table, and ``logits_indices`` (rows :data:`POSITIONS`, :data:`TOKEN_INDEX`, :data:`LOGITS_INDICES`).
+    ``input_ids`` int32 ``[max_tokens]``. ``tokens`` int64 ``[4, max_tokens]``: positions, where each id lies in the
+    flattened token table, ``logits_indices``, and where in that table the tokens that are sampled will lie (rows
+    :data:`POSITIONS`, :data:`TOKEN_INDEX`, :data:`LOGITS_INDICES`, :data:`SAMPLED_INDEX`).
     ``requests`` int32 ``[2, max_reqs + 1]``: ``query_start_loc`` and ``seq_lens`` (rows :data:`QUERY_START_LOC`,
     :data:`SEQ_LENS`; the last place of the latter is unused). For each KV-cache group ``slot_mapping`` int64
     ``[max_tokens]`` and ``block_table`` int32 ``[max_reqs, max_blocks]``. After prepare_inputs and build_attn every
     tail, up to capacity, holds padding: id 0, position 0, slot -1, seq_len 0, the null block, and ``num_tokens`` in
-    ``query_start_loc``.
+    ``query_start_loc``. ``heads`` cut the device tensors to size.
     """
 
     def __init__(
@@ -74,24 +185,44 @@ class InputBuffers:
     ) -> None:
         """``depth`` is how many steps' host arrays exist: one more than steps may be in flight."""
 
-        def buffer(*shape: int, dtype: torch.dtype) -> StagedBuffer:
-            return StagedBuffer(*shape, dtype=dtype, device=device, depth=depth)
+        def padded(*shape: int, padding: int) -> PaddedBuffer:
+            return PaddedBuffer(*shape, dtype=torch.int64, padding=padding, device=device, depth=depth)
 
         self.max_tokens = max_tokens
         self.max_reqs = max_reqs
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device.torch_device)
-        self.tokens = buffer(3, max_tokens, dtype=torch.int64)
-        self.requests = buffer(2, max_reqs + 1, dtype=torch.int32)
-        self.slot_mapping = tuple(buffer(max_tokens, dtype=torch.int64) for _ in block_tables)
-        self.block_table = tuple(buffer(max_reqs, table.max_blocks, dtype=torch.int32) for table in block_tables)
+        self.tokens = padded(4, max_tokens, padding=0)
+        self.requests = StagedBuffer(2, max_reqs + 1, dtype=torch.int32, device=device, depth=depth)
+        self.slot_mapping = tuple(padded(max_tokens, padding=PAD_SLOT) for _ in block_tables)
+        self.block_table = tuple(
+            BlockTableBuffer(max_reqs, table.max_blocks, device=device, depth=depth) for table in block_tables
+        )
         self.positions = self.tokens.device[POSITIONS]
         self.token_index = self.tokens.device[TOKEN_INDEX]
         self.logits_indices = self.tokens.device[LOGITS_INDICES]
+        self.sampled_index = self.tokens.device[SAMPLED_INDEX]
         self.query_start_loc, self.seq_lens = self.requests.device
+        self.heads = BufferHeads(
+            input_ids=Heads(self.input_ids),
+            positions=Heads(self.positions),
+            token_index=Heads(self.token_index),
+            logits_indices=Heads(self.logits_indices),
+            sampled_index=Heads(self.sampled_index),
+            query_start_loc=Heads(self.query_start_loc),
+            seq_lens=Heads(self.seq_lens),
+            slot_mapping=tuple(Heads(buffer.device) for buffer in self.slot_mapping),
+            block_table=tuple(Heads(buffer.device) for buffer in self.block_table),
+        )
+        self._host_heads = [(Heads(host[QUERY_START_LOC]), Heads(host[SEQ_LENS])) for host in self.requests.ring]
         self._staged = (self.tokens, self.requests, *self.slot_mapping, *self.block_table)
         self._device = device
         self._slot = 0
         self._fences: list[Fence | None] = [None] * depth
+
+    @property
+    def host_heads(self) -> tuple[Heads, Heads]:
+        """This step's ``query_start_loc`` and ``seq_lens`` in host memory."""
+        return self._host_heads[self.requests.slot]
 
     def begin_step(self) -> None:
         """Turn to host arrays that no copy reads any more; waits for the step that used them last, if it must."""

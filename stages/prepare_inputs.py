@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from .input_buffers import LOGITS_INDICES, POSITIONS, QUERY_START_LOC, SEQ_LENS, TOKEN_INDEX, InputBuffers
+from .input_buffers import (
+    LOGITS_INDICES,
+    POSITIONS,
+    QUERY_START_LOC,
+    SAMPLED_INDEX,
+    SEQ_LENS,
+    TOKEN_INDEX,
+    InputBuffers,
+)
 from .records import Batch, IntArray, PreparedInputs, PromptSpan
 from .request_table import RequestTable
+from .token_lookup import token_lookup
 
 
 class PrepareInputs:
@@ -20,67 +28,99 @@ class PrepareInputs:
     def __init__(self, table: RequestTable, buffers: InputBuffers) -> None:
         self._table = table
         self._buffers = buffers
-        self._counting: IntArray = np.arange(max(buffers.max_tokens, buffers.max_reqs) + 1)
+        count = max(buffers.max_tokens, buffers.max_reqs) + 1
+        self._counting: IntArray = np.arange(count)
+        self._offsets = self._counting[: buffers.max_reqs + 1].astype(np.int32)
+        self._look_up = token_lookup(table, buffers)
+        self._rows = self._row_starts = self._counting[:0]
 
     def __call__(self, batch: Batch) -> PreparedInputs:
         """Fill the buffers and say where the logits of this step come from."""
-        table, buffers = self._table, self._buffers
+        table, buffers, heads = self._table, self._buffers, self._buffers.heads
         buffers.begin_step()
-        num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+        num_reqs, num_tokens = len(batch.req_ids), batch.num_tokens
         scheduled, computed = batch.num_scheduled_tokens, batch.num_computed_tokens
-        seq_lens = computed + scheduled
-        if num_tokens == num_reqs:  # as below, for one token each
-            ends, rows, positions = self._counting[1 : num_reqs + 1], batch.rows, computed
+        seq_lens, row_starts = computed + scheduled, self._starts_of(batch.rows)
+        is_decode = num_tokens == num_reqs
+        if is_decode:  # as below, for one token each
+            ends, rows, positions, starts = self._counting[1 : num_reqs + 1], batch.rows, computed, row_starts
         else:
             ends = scheduled.cumsum()
             requests = self._counting[:num_reqs].repeat(scheduled)
-            rows = batch.rows[requests]
+            rows, starts = batch.rows[requests], row_starts[requests]
             positions = self._counting[:num_tokens] + (seq_lens - ends)[requests]
 
         # Never above for a request; the null row of a dummy run knows no tokens and so counts as sampling.
-        sampling_reqs = (seq_lens >= table.num_tokens[batch.rows]).nonzero()[0]
-        logits_indices = ends[sampling_reqs] - 1
-        sampling_logits = self._counting[: len(sampling_reqs)]
+        known = table.num_tokens[batch.rows]
+        sampling_reqs = (seq_lens >= known).nonzero()[0]
+        num_sampling = len(sampling_reqs)
+        if num_sampling == num_reqs:
+            logits_indices, sampled_index = ends - 1, row_starts + known
+        else:
+            logits_indices, sampled_index = ends[sampling_reqs] - 1, (row_starts + known)[sampling_reqs]
+        sampling_logits = self._counting[:num_sampling]
         spans: tuple[PromptSpan, ...] = ()
-        if table.owes_prompt_logprobs[batch.rows].any():
+        if np.logical_or.reduce(table.owes_prompt_logprobs[batch.rows]):
             logits_indices, sampling_logits, spans = self._with_prompt_spans(batch, ends, logits_indices)
+        num_logits = len(logits_indices)
 
-        tokens, requests_array = buffers.tokens.array, buffers.requests.array
-        tokens[:, num_tokens:] = 0
-        tokens[POSITIONS, :num_tokens] = positions
-        tokens[TOKEN_INDEX, :num_tokens] = rows * table.token_ids.shape[1] + positions
-        tokens[LOGITS_INDICES, : len(logits_indices)] = logits_indices
-        tokens[LOGITS_INDICES, len(logits_indices) : num_tokens] = 0
-        requests_array[QUERY_START_LOC, 0] = 0
-        requests_array[QUERY_START_LOC, 1 : num_reqs + 1] = ends
-        requests_array[QUERY_START_LOC, num_reqs + 1 :] = num_tokens
-        requests_array[SEQ_LENS, :num_reqs] = seq_lens
-        requests_array[SEQ_LENS, num_reqs:] = 0
-        buffers.tokens.flush()
+        self._fill_tokens(positions, starts, logits_indices, sampled_index)
+        self._fill_requests(ends, seq_lens, num_tokens)
+        buffers.tokens.flush_first(num_tokens)
         buffers.requests.flush()
         # Gathered on the device: the latest tokens may not have reached the host.
-        input_ids = buffers.input_ids[:num_tokens]
-        torch.index_select(table.token_ids.view(-1), 0, buffers.token_index[:num_tokens], out=input_ids)
-        buffers.input_ids[num_tokens:].zero_()
+        self._look_up(num_tokens)
 
-        max_query_len = 1 if num_tokens == num_reqs else int(scheduled.max(initial=0))
+        max_query_len = 1 if is_decode else int(scheduled.max(initial=0))
+        offsets_and_lengths = buffers.requests.array
         return PreparedInputs(
-            input_ids=input_ids,
-            positions=buffers.positions[:num_tokens],
-            query_start_loc=buffers.query_start_loc[: num_reqs + 1],
-            seq_lens=buffers.seq_lens[:num_reqs],
-            logits_indices=buffers.logits_indices[: len(logits_indices)],
-            query_start_loc_host=requests_array[QUERY_START_LOC, : num_reqs + 1],
-            seq_lens_host=requests_array[SEQ_LENS, :num_reqs],
+            input_ids=heads.input_ids.first(num_tokens),
+            positions=heads.positions.first(num_tokens),
+            query_start_loc=heads.query_start_loc.first(num_reqs + 1),
+            seq_lens=heads.seq_lens.first(num_reqs),
+            logits_indices=heads.logits_indices.first(num_logits),
+            query_start_loc_host=offsets_and_lengths[QUERY_START_LOC, : num_reqs + 1],
+            seq_lens_host=offsets_and_lengths[SEQ_LENS, :num_reqs],
             token_rows=rows,
             logits_indices_host=logits_indices,
             sampling_reqs=sampling_reqs,
             sampling_logits=sampling_logits,
             prompt_spans=spans,
             max_query_len=max_query_len,
-            max_seq_len=int(seq_lens.max(initial=0)),
+            max_seq_len=int(np.maximum.reduce(seq_lens, initial=0)),
             is_uniform_decode=max_query_len == 1,
+            sampled_index=heads.sampled_index.first(num_sampling),
+            is_sampled_in_order=not spans,
         )
+
+    def _starts_of(self, rows: IntArray) -> IntArray:
+        """Where each row begins in the flattened token table."""
+        if rows is not self._rows:
+            self._row_starts = rows * self._table.token_ids.shape[1]
+            self._rows = rows
+        return self._row_starts
+
+    def _fill_tokens(
+        self, positions: IntArray, starts: IntArray, logits_indices: IntArray, sampled_index: IntArray
+    ) -> None:
+        num_tokens, num_logits = len(positions), len(logits_indices)
+        tokens = self._buffers.tokens.pad(num_tokens)
+        tokens[POSITIONS, :num_tokens] = positions
+        np.add(starts, positions, out=tokens[TOKEN_INDEX, :num_tokens])
+        tokens[LOGITS_INDICES, :num_logits] = logits_indices
+        tokens[LOGITS_INDICES, num_logits:num_tokens] = 0
+        tokens[SAMPLED_INDEX, : len(sampled_index)] = sampled_index
+
+    def _fill_requests(self, ends: IntArray, seq_lens: IntArray, num_tokens: int) -> None:
+        num_reqs, array = len(ends), self._buffers.requests.array
+        if num_reqs == num_tokens:
+            np.minimum(self._offsets, num_tokens, out=array[QUERY_START_LOC])
+        else:
+            array[QUERY_START_LOC, 0] = 0
+            array[QUERY_START_LOC, 1 : num_reqs + 1] = ends
+            array[QUERY_START_LOC, num_reqs + 1 :] = num_tokens
+        array[SEQ_LENS, :num_reqs] = seq_lens
+        array[SEQ_LENS, num_reqs:] = 0
 
     def _with_prompt_spans(
         self, batch: Batch, ends: IntArray, sampling_tokens: IntArray
@@ -89,8 +129,9 @@ class PrepareInputs:
         table = self._table
         wanted: list[tuple[int, int, int, int]] = []
         for index in np.flatnonzero(table.owes_prompt_logprobs[batch.rows]).tolist():
-            collected = table.records[batch.req_ids[index]].prompt_logprobs
-            assert collected is not None, f"row of {batch.req_ids[index]!r} owes prompt logprobs that it never wanted"
+            req_id = batch.req_ids[int(index)]
+            collected = table.records[req_id].prompt_logprobs
+            assert collected is not None, f"row of {req_id!r} owes prompt logprobs that it never wanted"
             computed, scheduled = int(batch.num_computed_tokens[index]), int(batch.num_scheduled_tokens[index])
             start = max(computed, collected.num_done)
             count = max(min(computed + scheduled, collected.num_positions) - start, 0)

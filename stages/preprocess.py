@@ -15,6 +15,6 @@ class Preprocess:
     def __call__(self, inputs: PreparedInputs, execution: BatchExecutionDescriptor) -> ModelInputs:
         """Ids and positions cut to the padded number of tokens; the tail is padding already."""
         return ModelInputs(
-            input_ids=self._buffers.input_ids[: execution.num_tokens],
-            positions=self._buffers.positions[: execution.num_tokens],
+            input_ids=self._buffers.heads.input_ids.first(execution.num_tokens),
+            positions=self._buffers.heads.positions.first(execution.num_tokens),
         )

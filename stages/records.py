@@ -69,6 +69,8 @@ class PreparedInputs:
     indices whose logits are needed. ``sampling_reqs`` int64 ``[num_sampling]`` are the batch indices that sample (their
     last known token is scheduled), ``sampling_logits`` the logits row of each. ``prompt_spans`` ask for prompt
     logprobs. ``*_host`` are the host copies. ``is_uniform_decode``: every request schedules one token.
+    ``sampled_index`` int64 ``[num_sampling]`` says where in the flattened token table the sampled tokens belong.
+    ``is_sampled_in_order``: ``sampling_logits`` are known to be 0, 1, 2, …
     """
 
     input_ids: torch.Tensor
@@ -86,6 +88,8 @@ class PreparedInputs:
     max_query_len: int
     max_seq_len: int
     is_uniform_decode: bool
+    sampled_index: torch.Tensor | None = None
+    is_sampled_in_order: bool = False
 
 
 class BatchDescriptor(NamedTuple):
@@ -203,6 +207,9 @@ NOTHING_LEFT = -1
 
 class SegmentRunner:
     """Runs a piece of a model between two attention calls; this one just calls it."""
+
+    is_tapped = False
+    """Whether pieces are handed a tap, and so must name what they compute."""
 
     def run(self, index: int, piece: Callable[..., Any], *args: Any) -> Any:
         """``piece(*args)``. A capturing or replaying runner keeps one graph for each index."""

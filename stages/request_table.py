@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .step_output import StepOutput
 
 TokenArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.int64]
 
 
 @define(eq=False)
@@ -85,7 +86,8 @@ class RequestTable:
     arrive. ``num_tokens`` counts known tokens, ``num_prompt_tokens`` those of the prompt, ``num_computed_tokens`` those
     computed before this step, ``generations`` how often a row changed hands, each int64 ``[num_rows]``.
     ``owes_prompt_logprobs`` marks rows whose table of prompt log probabilities is not delivered yet. ``latest_output``
-    is the last step's output; waiting for it waits for all before it.
+    is the last step's output; waiting for it waits for all before it. ``epoch`` grows whenever a request gets, loses or
+    changes its row: what was read of rows and records for some ids holds as long as it stays.
     """
 
     def __init__(
@@ -114,10 +116,12 @@ class RequestTable:
         self._readers_of_extra = readers_of_extra(columns)
         self.records: dict[str, RequestRecord] = {}
         self.rows: dict[str, int] = {}
+        self.epoch = 0
+        self._records_of: tuple[IntArray, list[RequestRecord]] | None = None
         self.latest_output: StepOutput | None = None
         self._free_rows = [row for row in range(self.num_rows - 1, -1, -1) if row != NULL_ROW]
         self._uploads: list[tuple[int, int, TokenArray]] = []
-        self._late: deque[tuple[LateTokens, TokenArray]] = deque()
+        self._late: deque[tuple[LateTokens, IntArray]] = deque()
 
     def add_column(self, column: Column) -> None:
         """One more column, told of every request from now on.
@@ -156,6 +160,18 @@ class RequestTable:
         check_extra(params, self._readers_of_extra)
         return params
 
+    def _changed(self) -> None:
+        """A request gets, loses or changes its row, or that is undone."""
+        self.epoch += 1
+        self._records_of = None
+
+    def records_of(self, req_ids: Sequence[str], rows: IntArray) -> list[RequestRecord]:
+        """The records of a batch; steps with the same ``rows`` object share one look-up, and nothing outlives it."""
+        known = self._records_of
+        if known is None or known[0] is not rows:
+            known = self._records_of = rows, [self.records[req_id] for req_id in req_ids]
+        return known[1]
+
     def add(self, record: RequestRecord, tokens: TokenArray, transaction: Transaction) -> None:
         """Take in a new request and bind it to a row."""
         transaction.on_undo(self.records.pop, record.req_id, None)
@@ -176,8 +192,10 @@ class RequestTable:
             column.add(row, record)
         record.row, record.saved_tokens = row, None
         self.rows[record.req_id] = row
+        self._changed()
 
     def _unbind(self, record: RequestRecord, row: int, saved_tokens: TokenArray | None) -> None:
+        self._changed()
         record.row, record.saved_tokens = None, saved_tokens
         self.rows.pop(record.req_id, None)
         if row not in self._free_rows:
@@ -189,6 +207,7 @@ class RequestTable:
         if row is None:
             return
         transaction.on_undo(self._rebind, record, row)
+        self._changed()
         record.saved_tokens = self.token_ids_host[row, : self.num_tokens[row]].copy()
         record.row = None
         self.generations[row] += 1
@@ -199,6 +218,7 @@ class RequestTable:
         """Forget a request."""
         row = record.row
         transaction.on_undo(self._rebind, record, row)
+        self._changed()
         self.records.pop(record.req_id, None)
         if row is not None:
             self.rows.pop(record.req_id, None)
@@ -206,6 +226,7 @@ class RequestTable:
             transaction.on_commit(self._release_row, row)
 
     def _rebind(self, record: RequestRecord, row: int | None) -> None:
+        self._changed()
         self.records[record.req_id] = record
         if row is not None:
             record.row, record.saved_tokens = row, None
@@ -251,14 +272,14 @@ class RequestTable:
         for column in self.columns:
             column.flush()
 
-    def settle_tokens(self, late: LateTokens, tokens: TokenArray) -> None:
-        """Tokens have arrived. From any thread: they are queued.
+    def settle_tokens(self, late: LateTokens, tokens: IntArray, vocab_size: int) -> None:
+        """Tokens have arrived. From any thread: they are queued, kept inside the vocabulary as they are on the device.
 
         A token that failed counts as known all the same: the runner may learn of it before the scheduler, which counts
         on it in steps that it has scheduled ahead. The scheduler ends the request, or rewinds it.
         """
         if not self.device.shares_host_memory:
-            self._late.append((late, tokens))
+            self._late.append((late, np.clip(tokens, 0, vocab_size - 1)))
 
     def apply_late_tokens(self) -> None:
         """Take in what has arrived since the last step. Requests that moved on are found by record, not by row."""
@@ -284,9 +305,13 @@ class RequestTable:
                 transaction.on_undo(table.restore_count, row, int(table.counts[row]))
                 table.append(row, ids)
 
-    def set_computed(
-        self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], transaction: Transaction
-    ) -> None:
+    def append_one_block(self, rows: IntArray, block_ids: IntArray, transaction: Transaction) -> None:
+        """Add a block of every group to each of these rows, all distinct; ``block_ids`` ``[len(rows), num_groups]``."""
+        for group, table in enumerate(self.block_tables):
+            transaction.on_undo(table.restore_count, rows, table.counts[rows])
+            table.append_one(rows, block_ids[:, group])
+
+    def set_computed(self, rows: IntArray, counts: IntArray, transaction: Transaction) -> None:
         """Set how many tokens of each row were computed before this step."""
         transaction.on_undo(_put, self.num_computed_tokens, rows, self.num_computed_tokens[rows])
         self.num_computed_tokens[rows] = counts
@@ -302,5 +327,5 @@ class RequestTable:
         return len(self._free_rows)
 
 
-def _put(array: npt.NDArray[np.int64], index: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
+def _put(array: IntArray, index: IntArray, values: IntArray) -> None:
     array[index] = values

@@ -21,7 +21,9 @@ from .sampling.columns import Feature, SamplingColumns
 from .sampling.edits import edit_logits
 from .sampling.grammar import match_grammar
 from .sampling.logprobs import gather_logprobs
-from .sampling.step import SamplingStep, TokenHistory, to_device
+from .sampling.step import RowParameters, SamplingStep, TokenHistory, to_device
+
+_LOGPROBS = int(Feature.LOGPROBS)
 
 
 class Sample:
@@ -35,6 +37,7 @@ class Sample:
     def __init__(self, columns: SamplingColumns, table: TokenHistory) -> None:
         self._columns = columns
         self._table = table
+        self._parameters: RowParameters | None = None
 
     def __call__(
         self, batch: Batch, inputs: PreparedInputs, state: ExecuteModelState, grammar: GrammarOutput | None
@@ -46,16 +49,17 @@ class Sample:
         """
         matched = match_grammar(grammar, batch, inputs, state.logits.shape[1])
         prompt_logprobs = tuple(self._score_prompt(batch, span, state.logits) for span in inputs.prompt_spans)
-        rows = batch.rows[inputs.sampling_reqs]
-        if not len(rows):
+        num_sampling = len(inputs.sampling_reqs)
+        if not num_sampling:
             nothing = torch.empty(0, dtype=torch.int64, device=state.logits.device)
             return SamplerOutput(nothing, prompt_logprobs=prompt_logprobs)
-        step = SamplingStep.gather(self._columns, self._table, rows)
-        raw = _select(state.logits, inputs.sampling_logits)
+        rows = batch.rows if num_sampling == batch.num_reqs else batch.rows[inputs.sampling_reqs]
+        self._parameters = RowParameters.read(self._columns, rows, self._parameters)
+        step = SamplingStep.of(self._parameters, self._table)
+        raw = _select(state.logits, inputs)
         edited = edit_logits(raw, step, self._columns, self._table, matched)
-        peaks = edited.amax(dim=1)
-        tokens = choose_tokens(edited, peaks, step)
-        logprobs, logprobs_reqs, num_logprobs = _score(raw, tokens, step)
+        tokens, peaks = choose_tokens(edited, step)
+        logprobs, logprobs_reqs, num_logprobs = score(raw, tokens, step)
         return SamplerOutput(
             tokens,
             health=_health(raw, raw.amax(dim=1) if edited is not raw else peaks, peaks),
@@ -74,10 +78,11 @@ class Sample:
         return gather_logprobs(scored, following.to(torch.int64), num_logprobs)
 
 
-def _select(logits: torch.Tensor, indices: IntArray) -> torch.Tensor:
-    """Logits rows ``indices``; a view when they are the first rows in order, as in every decode step."""
-    if indices[-1] == len(indices) - 1 and np.array_equal(indices, np.arange(len(indices))):
-        return logits[: len(indices)]
+def _select(logits: torch.Tensor, inputs: PreparedInputs) -> torch.Tensor:
+    """The logits rows to sample from; a view when they are the first rows in order, as in every decode step."""
+    indices = inputs.sampling_logits
+    if inputs.is_sampled_in_order or np.array_equal(indices, np.arange(len(indices))):
+        return logits if len(indices) == logits.shape[0] else logits[: len(indices)]
     return logits.index_select(0, to_device(indices, logits.device))
 
 
@@ -87,7 +92,7 @@ def _health(logits: torch.Tensor, raw_peaks: torch.Tensor, peaks: torch.Tensor) 
     A row's maximum is NaN when any of the row is. Counting them takes a second look at the logits, which on a CPU,
     where nothing has to be waited for, is given only to rows that need it.
     """
-    if logits.device.type == "cpu" and np.isfinite(peaks.numpy()).all() and np.isfinite(raw_peaks.numpy()).all():
+    if logits.is_cpu and _is_above_minus_inf(peaks) and (raw_peaks is peaks or _is_above_minus_inf(raw_peaks)):
         return None
     health = torch.isneginf(peaks).to(torch.int64).mul_(NOTHING_LEFT)
     is_nan = raw_peaks.isnan()
@@ -98,11 +103,16 @@ def _health(logits: torch.Tensor, raw_peaks: torch.Tensor, peaks: torch.Tensor) 
     return health
 
 
-def _score(
+def _is_above_minus_inf(peaks: torch.Tensor) -> bool:
+    """Whether none is -inf or NaN; in host memory."""
+    return bool(np.minimum.reduce(peaks.numpy()) > -np.inf)
+
+
+def score(
     logits: torch.Tensor, tokens: torch.Tensor, step: SamplingStep
 ) -> tuple[LogprobsTensors | None, IntArray | None, IntArray | None]:
     """Log probabilities under raw logits, the positions of the requests that asked, and for how many each."""
-    if not step.uses(Feature.LOGPROBS):
+    if not step.active & _LOGPROBS:
         return None, None, None
     positions = step.positions_with(Feature.LOGPROBS)
     num_logprobs = step.params["num_logprobs"][positions]

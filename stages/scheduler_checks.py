@@ -293,7 +293,7 @@ class SchedulerOutputCheck:
             ] in cached.all_token_ids:
                 continue
             raise InvalidSchedulerOutput(
-                _OTHER_COUNT.format(expected[position], known[position]), req_id=cached.req_ids[index]
+                _OTHER_COUNT.format(expected[position], known[position]), req_id=cached.req_ids[int(index)]
             )
 
     def _known(self, req_id: str) -> RequestRecord:

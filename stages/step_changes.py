@@ -37,7 +37,11 @@ class Binding:
 
 @frozen(eq=False)
 class Continuation:
-    """Requests that keep their rows (parallel), and the few of them that also get blocks or other tokens, by row."""
+    """Requests that keep their rows (parallel), and the few of them that also get blocks or other tokens, by row.
+
+    Those that get one block of each KV-cache group may be given as arrays: ``one_block_rows`` ``[n]``, and
+    ``one_block_ids`` ``[n, num_groups]``.
+    """
 
     req_ids: Sequence[str]
     rows: npt.NDArray[np.int64]
@@ -45,6 +49,8 @@ class Continuation:
     num_computed_tokens: npt.NDArray[np.int64]
     blocks: Sequence[tuple[int, BlockIds]]
     tokens: Sequence[tuple[int, int, TokenArray]]
+    one_block_rows: npt.NDArray[np.int64] | None = None
+    one_block_ids: npt.NDArray[np.int64] | None = None
 
 
 @frozen(eq=False)

@@ -78,10 +78,11 @@ class SampledDownload:
                 if health[position] != NOTHING_LEFT:
                     num_nans[position] = int(health[position])
                     reasons[position] = f"the model gave {num_nans[position]} NaN among its logits"
-        for position in np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size)).tolist():
-            reasons.setdefault(
-                position, f"sampled token {token_ids[position]} is outside the vocabulary of {vocab_size}"
-            )
+        if len(token_ids) and not 0 <= np.minimum.reduce(token_ids) <= np.maximum.reduce(token_ids) < vocab_size:
+            for position in np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size)).tolist():
+                reasons.setdefault(
+                    position, f"sampled token {token_ids[position]} is outside the vocabulary of {vocab_size}"
+                )
         return SampledOnHost(
             token_ids,
             {position: RequestFailed(req_ids[position], reason) for position, reason in reasons.items()},

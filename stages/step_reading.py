@@ -55,6 +55,22 @@ def check_blocks(block_ids: BlockIds, num_groups: int, num_blocks: int, req_id: 
             raise InvalidSchedulerOutput(f"a block is listed twice in {ids!r:.80}", req_id=req_id)
 
 
+def read_one_block_each(block_ids: Sequence[BlockIds], num_groups: int, num_blocks: int) -> IntArray | None:
+    """Block ids of requests that get one block of each group, int64 ``[len(block_ids), num_groups]``.
+
+    None where some get another number or where :func:`check_blocks` would refuse any: it then says which.
+    """
+    try:
+        array = np.array(block_ids)
+    except (ValueError, TypeError):  # of different lengths, or no lists at all
+        return None
+    if array.shape != (len(block_ids), num_groups, 1) or array.dtype.kind not in "iu":
+        return None
+    if not (array.min() > NULL_BLOCK and array.max() < num_blocks):
+        return None
+    return array[:, :, 0].astype(np.int64, copy=False)
+
+
 def check_new(data: NewRequestData) -> None:
     """That a new request has an id and parameters of the right kind, and asks for nothing that no stage computes."""
     req_id = data.req_id

@@ -63,6 +63,7 @@ class SliceUBatches:
 
     def __init__(self, num_ubatches: int = 1) -> None:
         self._num_ubatches = num_ubatches
+        self._whole: tuple[tuple[int, ...], UBatchSlices] | None = None
 
     def __call__(self, batch: Batch, execution: BatchExecutionDescriptor) -> UBatchSlices:
         """Slices of the real tokens, and the same padded to the planned shape."""
@@ -70,7 +71,8 @@ class SliceUBatches:
             return make_ubatch_slices(
                 batch.num_scheduled_tokens, execution.num_tokens, execution.num_reqs, self._num_ubatches
             )
-        return UBatchSlices(
-            slices=(UBatchSlice(slice(0, batch.num_reqs), slice(0, batch.num_tokens)),),
-            padded=(UBatchSlice(slice(0, execution.num_reqs), slice(0, execution.num_tokens)),),
-        )
+        sizes = (batch.num_reqs, batch.num_tokens, execution.num_reqs, execution.num_tokens)
+        if self._whole is None or self._whole[0] != sizes:  # most steps are of the size of the one before
+            real, padded = (UBatchSlice(slice(0, sizes[at]), slice(0, sizes[at + 1])) for at in (0, 2))
+            self._whole = sizes, UBatchSlices(slices=(real,), padded=(padded,))
+        return self._whole[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..fsm import Transaction
@@ -9,7 +11,8 @@ from .io import SchedulerOutput
 from .records import Batch, IntArray
 from .request_table import RequestTable
 from .scheduler_checks import SchedulerOutputCheck
-from .step_changes import StepChanges, StepLimits
+from .steady_steps import SteadySteps
+from .step_changes import Binding, Continuation, StepLimits
 
 
 class UpdateStates:
@@ -18,6 +21,7 @@ class UpdateStates:
     def __init__(self, table: RequestTable, limits: StepLimits) -> None:
         self._table = table
         self._limits = limits
+        self._steady = SteadySteps(table, limits)
 
     def __call__(self, scheduler_output: SchedulerOutput, transaction: Transaction) -> Batch:
         """The batch: continued requests, then resumed ones, then new ones, each in the order of the scheduler's lists.
@@ -28,6 +32,10 @@ class UpdateStates:
         table = self._table
         table.recover_rows()
         table.apply_late_tokens()
+        continued = self._steady.read(scheduler_output)
+        if continued is not None:
+            self._continue(continued, transaction)
+            return self._batch(scheduler_output, continued, (), transaction)
         changes = SchedulerOutputCheck(scheduler_output, table, self._limits).changes
         for record in changes.finished:
             table.finish(record, transaction)
@@ -41,17 +49,29 @@ class UpdateStates:
             row = table.rows[binding.record.req_id]
             table.append_blocks(row, binding.block_ids, transaction)
             table.num_computed_tokens[row] = binding.num_computed_tokens
-        continued = changes.continued
+        self._continue(changes.continued, transaction)
+        batch = self._batch(scheduler_output, changes.continued, changes.bindings, transaction)
+        self._steady.remember(batch.req_ids, batch.rows)
+        return batch
+
+    def _continue(self, continued: Continuation, transaction: Transaction) -> None:
+        table = self._table
         for row, start, tokens in continued.tokens:
             table.set_tokens(row, start, tokens, transaction)
         for row, block_ids in continued.blocks:
             table.append_blocks(row, block_ids, transaction)
+        if continued.one_block_rows is not None and continued.one_block_ids is not None:
+            table.append_one_block(continued.one_block_rows, continued.one_block_ids, transaction)
         table.set_computed(continued.rows, continued.num_computed_tokens, transaction)
         table.flush()
-        return self._batch(scheduler_output, changes, transaction)
 
-    def _batch(self, scheduler_output: SchedulerOutput, changes: StepChanges, transaction: Transaction) -> Batch:
-        continued, bindings = changes.continued, changes.bindings
+    def _batch(
+        self,
+        scheduler_output: SchedulerOutput,
+        continued: Continuation,
+        bindings: Sequence[Binding],
+        transaction: Transaction,
+    ) -> Batch:
         req_ids, rows = continued.req_ids, continued.rows
         scheduled, computed = continued.num_scheduled_tokens, continued.num_computed_tokens
         if bindings:

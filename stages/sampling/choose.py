@@ -6,23 +6,29 @@ import numpy as np
 import torch
 
 from .columns import Feature
-from .draw import greedy_sample, gumbel_sample
+from .draw import greedy_peaks, greedy_sample, gumbel_sample
 from .random import NoisePurpose, noise_keys, seed_words
 from .step import SamplingStep, to_device
 from .truncation import min_p_floor, top_k_floor, top_p_floor
 
+_RANDOM = int(Feature.RANDOM)
 
-def choose_tokens(logits: torch.Tensor, peaks: torch.Tensor, step: SamplingStep) -> torch.Tensor:
-    """One token for each row of ``logits`` ``[n, vocab]``, int64 ``[n]``; ``peaks`` ``[n]`` are the rows' maxima."""
-    if not step.uses(Feature.RANDOM):
-        return greedy_sample(logits)
+
+def choose_tokens(logits: torch.Tensor, step: SamplingStep) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each row of ``logits`` ``[n, vocab]``, int64 ``[n]``, and the rows' maxima ``[n]``.
+
+    Where all rows are greedy they are read once: their maximum is the logit of their token.
+    """
+    if not step.active & _RANDOM:
+        return greedy_peaks(logits)
+    peaks = logits.amax(dim=1)
     positions = step.positions_with(Feature.RANDOM)
     if len(positions) == len(step.rows):
-        return _draw(logits, peaks, step, positions)
+        return _draw(logits, peaks, step, positions), peaks
     index = to_device(positions, logits.device)
     tokens = greedy_sample(logits)
     tokens[index] = _draw(logits[index], peaks[index], step, positions)
-    return tokens
+    return tokens, peaks
 
 
 def scale_logits(logits: torch.Tensor, peaks: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -89,12 +89,14 @@ class SamplingColumns:
 
     ``rows`` is a structured array ``[num_rows]`` of :data:`ROW_DTYPE`, so that a step gathers every parameter of its
     requests at once and a row is reset by one assignment. ``lists`` maps the few rows that have token lists to them.
+    ``version`` grows with every change.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.rows: npt.NDArray[np.void] = np.full(num_rows, DEFAULT_ROW)
         self.lists: dict[int, TokenLists] = {}
+        self.version = 0
 
     def add(self, row: int, request: SampledRequest) -> None:
         """Take in the parameters of the request that was given ``row``."""
@@ -121,6 +123,7 @@ class SamplingColumns:
 
     def drop(self, row: int) -> None:
         """Set the row back to :data:`DEFAULT_ROW`, without lists."""
+        self.version += 1
         self.rows[row] = DEFAULT_ROW
         self.lists.pop(row, None)
 

@@ -12,21 +12,28 @@ _FEW_TOKENS = 1024
 
 
 def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
-    """Argmax of each row of ``logits`` ``[n, vocab]``, int64 ``[n]``; of equal values the lowest id.
+    """Argmax of each row of ``logits`` ``[n, vocab]``, int64 ``[n]``; of equal values the lowest id."""
+    return greedy_peaks(logits)[0]
+
+
+def greedy_peaks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The argmax of each row of ``logits`` ``[n, vocab]``, int64 ``[n]``, and the logit there; NaN if a row has any.
 
     Goes by the maxima of tiles, and looks for the index inside the winning tile only: finding a maximum is vectorised
     on a CPU, finding its index is not.
     """
     vocab_size, tile = logits.shape[1], _ARGMAX_TILE
     if vocab_size <= tile:
-        return logits.argmax(dim=1)
+        peaks, tokens = logits.max(dim=1)
+        return tokens, peaks
     if vocab_size % tile:
         peaks = torch.stack([part.amax(dim=1) for part in logits.split(tile, dim=1)], dim=1)
     else:
         peaks = logits.unflatten(1, (-1, tile)).amax(dim=2)
     first = (peaks.argmax(dim=1) * tile).clamp_(max=vocab_size - tile)
     window = first[:, None] + torch.arange(tile, device=logits.device)
-    return first + logits.gather(1, window).argmax(dim=1)
+    peaks, places = logits.gather(1, window).max(dim=1)
+    return first + places, peaks
 
 
 def gumbel_sample(logits: torch.Tensor, keys: NoiseKeys, floor: torch.Tensor | None = None) -> torch.Tensor:

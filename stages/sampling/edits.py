@@ -10,6 +10,8 @@ from .masks import add_logit_bias, apply_allowed_token_ids, apply_bad_words, app
 from .penalties import History, Penalties, apply_penalties
 from .step import SamplingStep, TokenHistory, repeated, to_device
 
+_LOGIT_EDITS = int(LOGIT_EDITS)
+
 
 def edit_logits(
     logits: torch.Tensor,
@@ -23,7 +25,7 @@ def edit_logits(
     The argument is never written. +inf becomes the largest float in the copy: adding to it can't make NaN then.
     The order is grammar, allowed tokens, bad words, minimum length, bias, penalties.
     """
-    if grammar is None and not step.uses(LOGIT_EDITS):
+    if grammar is None and not step.active & _LOGIT_EDITS:
         return logits
     edited = logits.clamp(max=torch.finfo(logits.dtype).max)
     if grammar is not None:

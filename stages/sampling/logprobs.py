@@ -17,6 +17,8 @@ def top_tokens(values: torch.Tensor, k: int) -> torch.Tensor:
     alone leaves open which of several equal values it takes; rows where that matters are ordered whole.
     """
     vocab_size = values.shape[1]
+    if values.is_cuda:  # where looking for ties would wait for the device
+        return _ordered_ids(values, torch.arange(vocab_size, device=values.device), k)
     head = values.topk(min(k + 1, vocab_size), dim=1)
     result = _ordered_ids(head.values, head.indices, k)
     if k < vocab_size:

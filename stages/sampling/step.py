@@ -26,6 +26,29 @@ class TokenHistory(Protocol):
 
 
 @frozen(eq=False)
+class RowParameters:
+    """What the columns hold of some rows: ``params`` and ``flags`` ``[n]``, and the flags that any of them has.
+
+    It is read once for all steps with the same ``rows`` object, as long as the columns' ``version`` stays.
+    """
+
+    rows: IntArray
+    version: int
+    params: npt.NDArray[np.void]
+    flags: IntArray
+    active: int
+
+    @classmethod
+    def read(cls, columns: SamplingColumns, rows: IntArray, before: RowParameters | None = None) -> RowParameters:
+        """Read them, or give those that were read ``before`` where they still hold."""
+        if before is not None and before.rows is rows and before.version == columns.version:
+            return before
+        params = columns.rows[rows]
+        flags = params["flags"].copy()
+        return cls(rows, columns.version, params, flags, int(np.bitwise_or.reduce(flags)))
+
+
+@frozen(eq=False)
 class SamplingStep:
     """One step of sampling, ``n`` requests. Positions count among them: position 0 is the first that samples.
 
@@ -44,15 +67,18 @@ class SamplingStep:
     @classmethod
     def gather(cls, columns: SamplingColumns, table: TokenHistory, rows: IntArray) -> SamplingStep:
         """Read what the columns and the table hold of ``rows``."""
-        params = columns.rows[rows]
+        return cls.of(RowParameters.read(columns, rows), table)
+
+    @classmethod
+    def of(cls, parameters: RowParameters, table: TokenHistory) -> SamplingStep:
+        """These parameters, and what the table holds of their rows now."""
+        rows, flags, active = parameters.rows, parameters.flags, parameters.active
         num_tokens, num_prompt_tokens = table.num_tokens[rows], table.num_prompt_tokens[rows]
-        flags = params["flags"]
-        active = int(np.bitwise_or.reduce(flags))
         if active & int(Feature.MIN_TOKENS):
-            is_reached = num_tokens - num_prompt_tokens >= params["min_tokens"]
+            is_reached = num_tokens - num_prompt_tokens >= parameters.params["min_tokens"]
             flags = np.where(is_reached, flags & ~int(Feature.MIN_TOKENS), flags)
             active = int(np.bitwise_or.reduce(flags))
-        return cls(rows, params, flags, active, num_tokens, num_prompt_tokens)
+        return cls(rows, parameters.params, flags, active, num_tokens, num_prompt_tokens)
 
     def uses(self, features: Feature) -> bool:
         """Whether any request uses any of the features."""

@@ -10,6 +10,7 @@ import torch
 from driver import Driver, Served, Wish
 from modes import MODES, PARAMS
 from twostroke.engine.model_runner import ModelRunner
+from twostroke.fsm import StageFailed
 from twostroke.stages.errors import InvalidSchedulerOutput
 from twostroke.stages.records import PreparedInputs, SamplerOutput
 from twostroke.stages.sampling_params import SamplingParams
@@ -172,7 +173,7 @@ def test_S14_a_sampler_that_returns_too_few_tokens_is_named(runner: ModelRunner)
     with runner.stages.restored():
         runner.stages.replace("sample", lazy)
         runner.execute_model(output)
-        with pytest.raises(Exception, match="'commit'"):
+        with pytest.raises(StageFailed, match=r"'commit'.*tokens of shape \(1,\) for 2 requests"):
             runner.sample_tokens()
         runner.rollback()
     driver.run(output)

@@ -125,6 +125,7 @@ def sample_interrupted(world: World, place: int) -> Fault:
         assert late is not None
         world.books.book(plan, late)
         world.num_sampled += 1
+        world.runner.parts.table.recover_rows()  # as the next step does: one may have been kept from being freed
         world.check()
     return fault
 

@@ -14,6 +14,7 @@ from driver import Driver, Served, Wish
 from modes import MODES, PARAMS
 from twostroke.engine.model_runner import ModelRunner
 from twostroke.fsm import StageFailed, StepState
+from twostroke.stages.input_buffers import PaddedBuffer
 from twostroke.stages.specs import NULL_BLOCK, NULL_ROW
 
 STAGES = (
@@ -125,7 +126,9 @@ class Poison:
                 )
         buffers.input_ids.fill_(2**30)
         for buffer in (buffers.tokens, buffers.requests, *buffers.slot_mapping, *buffers.block_table):
-            buffer.array[:] = 2**30
+            # Whatever a step that filled all of it may have left there.
+            array = buffer.pad(buffer.array.shape[-1]) if isinstance(buffer, PaddedBuffer) else buffer.array
+            array[:] = 2**30
         held = {
             int(block)
             for row in live
@@ -173,6 +176,23 @@ def test_nothing_is_left_when_all_are_finished(
         assert not array.any()
     for layer in parts.kv_cache.layers:
         assert not layer[:, NULL_BLOCK].any(), "the null block was written"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_finished_request_is_let_go_at_once(
+    make_runner: Callable[..., ModelRunner], wishes: list[Wish], is_async: bool
+) -> None:
+    runner = make_runner(async_scheduling=is_async)
+    driver, req_id = Driver(runner, 3), wishes[0].req_id
+    driver.add(wishes[0])
+    driver.step({req_id: len(wishes[0].prompt)})
+    driver.step({req_id: 1})
+    runner.settle()
+    record = weakref.ref(runner.parts.table.records[req_id])
+    driver.finish(req_id)
+    driver.step({})
+    gc.collect()
+    assert record() is None
 
 
 class RaisesOnce:
