@@ -92,7 +92,10 @@ def assemble(
             ("preprocess", Preprocess(buffers)),
             ("forward", Forward(kernels.model, kv_cache.layers, groups, graphs, buffers.query_start_loc, taps)),
         ),
-        sample=(("sample", kernels.sample(columns, table)), ("commit", Commit(table, spec.vocab_size, on_error, kernels.store))),
+        sample=(
+            ("sample", kernels.sample(columns, table)),
+            ("commit", Commit(table, spec.vocab_size, on_error, kernels.store)),
+        ),
         skip=(("update_states", update_states), ("idle_dispatch", dispatch.idle_step)),
         between_steps=lambda call, work: machine.fire("dummy", work, call=call),
         on_graph_edit=graphs.drop,

@@ -3,9 +3,10 @@
     python examples/benchmarks/gpu_decode.py [--shape 0.6b 8b] [--batch 1 8 32 64 128 256] [--profile DIR]
 
 All requests have a 512-token prompt and run in lock step through the serving loop, greedily. A figure is the mean over
-256 steps from the first one with all of them (mean context 640), the median of ``--rounds``. ``host us`` is the CPU time
-of the whole process a step. ``--profile`` also writes a trace of some steps and prints time by kernel and the share of
-the time in which the GPU was busy. Peers: see qwen3.py. GPU_NOTES.md holds the figures of one run.
+256 steps from the first one with all of them (mean context 640), the median of ``--rounds``. ``host us`` is the CPU
+time of the whole process a step, waiting for the device included. ``--profile`` also writes a trace of some steps and
+prints time by kernel and the share of the time in which the GPU was busy. Peers: see qwen3.py. GPU_NOTES.md holds the
+figures of one run.
 """
 
 from __future__ import annotations

@@ -23,12 +23,14 @@ class WholeSequence:
     def run(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         layer: AttentionLayerSpec,
     ) -> torch.Tensor:
         """Causal attention, windowed where the layer is."""
+        assert key is not None, "there is no cache where it could lie"
+        assert value is not None
         index = torch.arange(query.shape[0])
         distance = index[:, None] - index
         mask = (distance >= 0) & (distance < (layer.sliding_window or len(index)))

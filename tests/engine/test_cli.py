@@ -92,11 +92,10 @@ def test_bad_input_is_one_line_and_code_2(
 
 def refuse_config(config: Any) -> Any:
     """What a runner says to these sizes once it has read its model."""
-    from twostroke.engine.config_rules import resolved
     from twostroke.stages.specs import ModelSpec
 
     spec = ModelSpec(architecture="llama", vocab_size=9, hidden_size=8, max_position=16, attention_layers=())
-    resolved(config, spec)
+    config.resolve(spec)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ class RecordingPlan:
     def run(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         layer: AttentionLayerSpec,
     ) -> torch.Tensor:
