@@ -68,9 +68,12 @@ def assemble(
     groups = kv_cache_groups(spec, config.block_size)
     columns = SamplingColumns(config.max_num_seqs * 2 + 1, spec.vocab_size)
     limits = _limits(config, spec.vocab_size)
-    max_num_seqs, max_model_len = limits.max_num_seqs, limits.max_model_len
     table = RequestTable(
-        max_num_seqs=max_num_seqs, max_model_len=max_model_len, groups=groups, columns=(columns,), device=device
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        groups=groups,
+        columns=(columns,),
+        device=device,
     )
     buffers = InputBuffers(
         max_tokens=config.max_num_batched_tokens,
@@ -79,9 +82,10 @@ def assemble(
         device=device,
     )
     kv_cache = KVCache(spec, limits.num_blocks, config.block_size, dtype=DTYPES[config.dtype], device=config.device)
-    graphs = kernels.graphs
-    dispatch = _dispatch(config, graphs)
+    dispatch = _dispatch(config, kernels.graphs)
     update_states = UpdateStates(table, limits)
+    forward = Forward(kernels.model, kv_cache.layers, groups, kernels.graphs, buffers.query_start_loc, taps)
+    commit = Commit(table, spec.vocab_size, on_error, kernels.store)
     stages = StageSet(
         execute=(
             ("update_states", update_states),
@@ -90,15 +94,12 @@ def assemble(
             ("ubatch_slice", SliceUBatches(config.num_ubatches)),
             ("build_attn", BuildAttn(table, buffers, PlanCache(kernels.attention, groups))),
             ("preprocess", Preprocess(buffers)),
-            ("forward", Forward(kernels.model, kv_cache.layers, groups, graphs, buffers.query_start_loc, taps)),
+            ("forward", forward),
         ),
-        sample=(
-            ("sample", kernels.sample(columns, table)),
-            ("commit", Commit(table, spec.vocab_size, on_error, kernels.store)),
-        ),
+        sample=(("sample", kernels.sample(columns, table)), ("commit", commit)),
         skip=(("update_states", update_states), ("idle_dispatch", dispatch.idle_step)),
         between_steps=lambda call, work: machine.fire("dummy", work, call=call),
-        on_graph_edit=graphs.drop,
+        on_graph_edit=kernels.graphs.drop,
     )
     parts = Assembly(
         config=config,
@@ -107,7 +108,7 @@ def assemble(
         table=table,
         buffers=buffers,
         columns=columns,
-        graphs=graphs,
+        graphs=kernels.graphs,
         dispatch=dispatch,
         stages=stages,
     )
