@@ -75,12 +75,7 @@ def assemble(
         columns=(columns,),
         device=device,
     )
-    buffers = InputBuffers(
-        max_tokens=config.max_num_batched_tokens,
-        max_reqs=config.max_num_seqs,
-        block_tables=table.block_tables,
-        device=device,
-    )
+    buffers = _buffers(config, table)
     kv_cache = KVCache(spec, limits.num_blocks, config.block_size, dtype=DTYPES[config.dtype], device=config.device)
     dispatch = _dispatch(config, kernels.graphs)
     update_states = UpdateStates(table, limits)
@@ -114,6 +109,15 @@ def assemble(
     )
     apply_stages(config.stages, parts)
     return parts
+
+
+def _buffers(config: EngineConfig, table: RequestTable) -> InputBuffers:
+    return InputBuffers(
+        max_tokens=config.max_num_batched_tokens,
+        max_reqs=config.max_num_seqs,
+        block_tables=table.block_tables,
+        device=table.device,
+    )
 
 
 def _limits(config: EngineConfig, vocab_size: int) -> StepLimits:

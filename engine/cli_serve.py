@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..fsm.errors import TwoStrokeError
@@ -49,6 +50,10 @@ def _add_engine(group: Any) -> None:
     group.add_argument("--cudagraph-mode", default="auto", metavar="MODE", help="NONE, PIECEWISE, FULL … (auto)")
     group.add_argument("--no-prefix-caching", action="store_true", help="compute shared prefixes anew")
     group.add_argument("--sync", action="store_true", help="wait for the tokens of a step before the next is launched")
+    group.add_argument(
+        "--record-failures", type=Path, metavar="DIR", help="when a step fails, write the last steps to a file in DIR"
+    )
+    group.add_argument("--redact", action="store_true", help="leave token ids out of what is recorded")
     group.add_argument("--stage", action="append", default=[], metavar="PLACE=SPEC", help="put a stage in place")
 
 
@@ -63,6 +68,9 @@ def _add_http(group: Any) -> None:
         "--allowed-origin", action="append", default=[], metavar="URL", help="a web page's origin that may call"
     )
     group.add_argument("--vllm-metrics", action="store_true", help="export metrics under vLLM's names too")
+    group.add_argument(
+        "--otlp-traces-endpoint", default="", metavar="URL", help="send OpenTelemetry traces there (twostroke[otel])"
+    )
     group.add_argument("--exit-on-fault", action="store_true", help="exit with code 3 when the engine can't go on")
     group.add_argument("--log-format", choices=["json", "text"], default="json")
     group.add_argument("--log-level", choices=["DEBUG", "INFO", "WARNING", "ERROR"], default="INFO")
@@ -91,6 +99,8 @@ def _serve(args: argparse.Namespace) -> int:
     with bound_socket(config) as bound:  # before the model is read: an address that is taken is known at once
         runner = _runner(args)
         try:
+            if args.record_failures is not None:
+                runner.record_failures(args.record_failures, redact=args.redact)
             with ServingLoop(runner) as loop:
                 app = create_app(loop, config)
 
@@ -120,6 +130,7 @@ def _serve_config(args: argparse.Namespace) -> ServeConfig:
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,
         vllm_metrics=args.vllm_metrics,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         exit_on_fault=args.exit_on_fault,
     )
 

@@ -194,6 +194,13 @@ class RequestHandle:
             if self._num_readers or self._waiters:
                 self._notify()
 
+    def begin(self) -> None:
+        """Part of it was scheduled; only the first time counts."""
+        with self._lock:
+            if self._output.metrics.scheduled_time is None:
+                metrics = evolve(self._output.metrics, scheduled_time=time.monotonic())
+                self._output = evolve(self._output, metrics=metrics)
+
     def describe(self, **facts: object) -> None:
         """Fill in ``prompt_logprobs`` or ``num_cached_tokens``."""
         with self._lock:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from attrs import define
 
 from ..stages.errors import RequestFailed
-from ..stages.io import LogprobsLists
+from ..stages.io import LogprobsLists, NewRequestData
 from .loop_grammar import GrammarProvider
 from .loop_handle import Piece, RequestHandle
 from .loop_text import OutputText
@@ -46,6 +46,12 @@ class LiveRequests:
     def get(self, request_id: str) -> RequestHandle | None:
         """The live request of that id."""
         return self._handles.get(request_id)
+
+    def begin(self, scheduled: Iterable[NewRequestData]) -> None:
+        """These completions are in the next step; some may not be new."""
+        for data in scheduled:
+            if (completion := self._completions.get(data.req_id)) is not None:
+                completion.handle.begin()
 
     def add(self, handle: RequestHandle, texts: Sequence[OutputText]) -> None:
         """Take in a request, with the text of each completion."""

@@ -85,6 +85,7 @@ class StepLoop:
                 if admit_new and self.scheduler.has_work():
                     raise SchedulerStalled("the scheduler has work, but scheduled nothing and finished nothing")
                 return False
+            self._live.begin(scheduled.scheduled_new_reqs)
         if not is_blank:
             self._launch(scheduled)
         if self._in_flight and (is_blank or len(self._in_flight) >= self.depth):

@@ -27,8 +27,14 @@ class RequestMetrics:
     """When things happened to a request, in seconds of :func:`time.monotonic`; None until they do."""
 
     arrival_time: float
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step that has part of it."""
+        return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
 
     @property
     def time_to_first_token(self) -> float | None:

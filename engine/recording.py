@@ -10,16 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
-from attrs import frozen
+from attrs import define, frozen
 
 from ..fsm import InputRefused, StageFailed
-from ..fsm.observers import StageObserver
+from ..fsm.observers import RunObserver
 from ..stages.io import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..stages.records import BatchExecutionDescriptor, ExecuteModelState
 from .recording_book import BookedRequest
 from .recording_events import StepListener
 from .recording_file import LineSink
 from .recording_format import VERSION, Fields, grammar_fields, output_fields, redact, show, step_fields
+from .recording_lines import (
+    OutputLine,
+    OutputWriter,
+    Stages,
+    StepReader,
+    plan_fields,
+    stage_fields,
+    tells_tokens_only,
+)
 from .recording_reader import tensors_path
 
 if TYPE_CHECKING:
@@ -52,45 +61,28 @@ class RecordingOptions:
             raise InputRefused("tensors tell of the text: record them, or redact, not both")
 
 
-class StageClock(StageObserver):
-    """Stages that returned since it was asked last: name, end and duration, in seconds of ``time.perf_counter``."""
+class StageClock(RunObserver):
+    """Keeps when stages ended, since it was asked last."""
 
     def __init__(self) -> None:
-        self._stages: list[tuple[str, float, float]] = []
+        self._stages: Stages = []
 
-    def after_stage(self, name: str, seconds: float, record: object) -> None:
-        self._stages.append((name, time.perf_counter(), seconds))
+    def after_run(self, names: tuple[str, ...], started: int, ends: Sequence[int]) -> None:
+        self._stages.append((names, started, ends))
 
-    def take(self) -> list[tuple[str, float, float]]:
+    def take(self) -> Stages:
         """What there is, and start over."""
         taken, self._stages = self._stages, []
         return taken
 
 
-@frozen(eq=False)
-class StageRows(Sequence[tuple[str, int, int]]):
-    """Name, start and duration of stages in whole nanoseconds, worked out when the line is written, not in the step."""
-
-    _zero: float
-    _stages: list[tuple[str, float, float]]
-
-    def __len__(self) -> int:
-        return len(self._stages)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        name, end, seconds = self._stages[index]
-        return name, int((end - seconds - self._zero) * 1e9), int(seconds * 1e9)
-
-
-@frozen(eq=False)
+@define(eq=False)
 class _Pending:
     """A sampled step whose output is not known on the host."""
 
     step: int
     plan: BatchExecutionDescriptor | None
-    stages: list[tuple[str, float, float]]
+    stages: Stages | None
     output: ModelRunnerOutput | AsyncModelRunnerOutput
 
 
@@ -108,15 +100,18 @@ class Recorder(StepListener):
         """``path`` is that of the recording, beside which tensors are put."""
         self._runner = runner
         self._sink = sink
+        self._write = sink.write
         self._options = options
         self._path = path
         self._tokens = redact if options.redact else show
-        self._zero = time.perf_counter()
+        self._steps = StepReader()
+        self._writer = OutputWriter(time.perf_counter_ns())
         self._step = 0
         self._stroke = "execute"
         self._is_skip = False
         self._plan: BatchExecutionDescriptor | None = None
         self._clock = StageClock()
+        self._has_times, self._has_tensors = options.times, bool(options.tensors)
         self._pending: deque[_Pending] = deque()
         self._write(header_of(runner, options))
         if state := live_requests(runner):
@@ -152,16 +147,19 @@ class Recorder(StepListener):
     # ---- what is heard
 
     def executing(self, scheduler_output: SchedulerOutput) -> None:
-        self._collect()
+        if self._pending:
+            self._collect()
         self._step += 1
         self._stroke, self._plan = "execute", None
-        self._clock.take()
+        if self._has_times:
+            self._clock.take()
         self._is_skip = not scheduler_output.num_scheduled_tokens
-        self._write({"kind": "step", "step": self._step, **step_fields(scheduler_output, self._tokens)})
+        line = self._steps.line(self._step, scheduler_output)
+        self._write(line or {"kind": "step", "step": self._step, **step_fields(scheduler_output, self._tokens)})
 
     def executed(self, records: Mapping[type, Any]) -> None:
         self._plan = records.get(BatchExecutionDescriptor)
-        if self._options.tensors and ExecuteModelState in records:
+        if self._has_tensors and ExecuteModelState in records:
             self._write_tensors(records[ExecuteModelState])
         if self._is_skip:
             self._write_times()
@@ -173,8 +171,12 @@ class Recorder(StepListener):
             self._write({"kind": "grammar", "step": self._step, **grammar_fields(grammar_output)})
 
     def sampled(self, output: ModelRunnerOutput | AsyncModelRunnerOutput) -> None:
-        self._pending.append(_Pending(self._step, self._plan, self._clock.take(), output))
-        self._collect()
+        stages = self._clock.take() if self._has_times else None
+        if self._pending or not output.ready():
+            self._pending.append(_Pending(self._step, self._plan, stages, output))
+            self._collect()
+        else:
+            self._write_arrived(self._step, self._plan, stages, output)
 
     def failed(self, error: BaseException) -> None:
         cause = error.__cause__ if isinstance(error, StageFailed) and error.__cause__ is not None else error
@@ -194,29 +196,38 @@ class Recorder(StepListener):
 
     # ---- what is written
 
-    def _write(self, line: Fields) -> None:
-        self._sink.write(line)
-
     def _collect(self, *, wait: bool = False) -> None:
         """Write the outputs that have arrived."""
         pending = self._pending
         while pending and (wait or pending[0].output.ready()):
             entry = pending.popleft()
-            try:
-                output = entry.output.get_output()
-            except Exception as error:
-                line = {"kind": "failed", "step": entry.step, "stroke": "output", "stage": ""}
-                self._write(line | {"type": type(error).__name__, "error": str(error)})
-                continue
-            plan = {} if entry.plan is None else plan_fields(entry.plan)
-            line = {"kind": "output", "step": entry.step, "plan": plan, **output_fields(output, self._tokens)}
-            if self._options.times:
-                line["stages"] = StageRows(self._zero, entry.stages)
-            self._write(line)
+            self._write_arrived(entry.step, entry.plan, entry.stages, entry.output)
+
+    def _write_arrived(
+        self,
+        step: int,
+        plan: BatchExecutionDescriptor | None,
+        stages: Stages | None,
+        late: ModelRunnerOutput | AsyncModelRunnerOutput,
+    ) -> None:
+        try:
+            output = late.get_output()
+        except Exception as error:
+            line = {"kind": "failed", "step": step, "stroke": "output", "stage": ""}
+            self._write(line | {"type": type(error).__name__, "error": str(error)})
+            return
+        if tells_tokens_only(output) and self._tokens is show:
+            self._write(OutputLine(step, plan, output, stages, self._writer))
+            return
+        line = {"kind": "output", "step": step, "plan": plan_fields(plan), **output_fields(output, self._tokens)}
+        if stages is not None:
+            line["stages"] = stage_fields(self._writer.zero, stages)
+        self._write(line)
 
     def _write_times(self) -> None:
-        if self._options.times:
-            self._write({"kind": "times", "step": self._step, "stages": StageRows(self._zero, self._clock.take())})
+        if self._has_times:
+            stages = stage_fields(self._writer.zero, self._clock.take())
+            self._write({"kind": "times", "step": self._step, "stages": stages})
 
     def _write_tensors(self, state: ExecuteModelState) -> None:
         from safetensors.torch import save_file
@@ -226,14 +237,6 @@ class Recorder(StepListener):
         file.parent.mkdir(exist_ok=True)
         kept = {name: tensor for name in self._options.tensors if (tensor := getattr(state, name)) is not None}
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}, file)
-
-
-def plan_fields(plan: BatchExecutionDescriptor) -> Fields:
-    """How a batch ran."""
-    line: Fields = {"mode": plan.mode.name, "num_tokens": plan.num_tokens, "num_reqs": plan.num_reqs}
-    if plan.should_ubatch:
-        line["ubatched"] = True
-    return line | {"reason": plan.reason}
 
 
 def header_of(runner: ModelRunner, options: RecordingOptions) -> Fields:

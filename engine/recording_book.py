@@ -10,6 +10,7 @@ from attrs import define, field
 from ..stages.io import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from ..stages.sampling_params import SamplingParams
 from .recording_format import Fields, TokenWriter, params_fields, redact, sampling_params, show, stand_ins
+from .recording_lines import OutputLine, StepLine
 
 
 @define(eq=False)
@@ -25,6 +26,13 @@ class BookedRequest:
         """A sampled token, behind the known ones or in the place of one that was dropped."""
         del self.token_ids[position:]
         self.token_ids.append(token)
+
+    def append_blocks(self, blocks: BlockIds | None) -> None:
+        """More blocks, if any, behind those that it holds."""
+        if blocks is not None:
+            self.block_ids = self.block_ids or [[] for _ in blocks]
+            for held, more in zip(self.block_ids, blocks, strict=True):
+                held.extend(more)
 
     def to_fields(self, req_id: str, tokens: TokenWriter = show) -> Fields:
         """As a ``state`` line lists it."""
@@ -69,6 +77,21 @@ class RequestBook:
         for index in range(len(step.scheduled_cached_reqs.req_ids)):
             self._go_on(step.scheduled_cached_reqs, index)
 
+    def continued(self, step: StepLine, output: OutputLine) -> None:
+        """A step that only continued requests was executed, and gave tokens."""
+        tokens = dict(zip(output.req_ids, output.tokens, strict=True))
+        places = zip(step.lineup.req_ids, step.computed, step.lineup.counts_in_order, strict=True)
+        for index, (req_id, computed, count) in enumerate(places):
+            request = self.requests.get(req_id)
+            if request is None:  # a recording that began in the middle, without a state
+                continue
+            if step.outputs:
+                del request.token_ids[len(request.prompt_token_ids) + step.outputs[index] :]
+            if step.block_ids is not None:
+                request.append_blocks(step.block_ids[index])
+            for offset, token in enumerate(tokens.get(req_id, ())):
+                request.put(computed + count + offset, max(token, 0))
+
     def sampled(self, ends: Mapping[str, int], tokens: Mapping[str, Sequence[int]]) -> None:
         """What a step sampled; ``ends`` says where each request's tokens go."""
         for req_id, ids in tokens.items():
@@ -97,10 +120,7 @@ class RequestBook:
         if cached.new_token_ids and len(cached.new_token_ids[index]):
             start, new = cached.num_computed_tokens[index], cached.new_token_ids[index]
             request.token_ids[start : start + len(new)] = new
-        if blocks is not None:
-            request.block_ids = request.block_ids or [[] for _ in blocks]
-            for held, more in zip(request.block_ids, blocks, strict=True):
-                held.extend(more)
+        request.append_blocks(blocks)
 
 
 def _copied(block_ids: BlockIds) -> list[list[int]]:

@@ -9,12 +9,13 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import define, field
+from attrs import define
 
 from .recording import Recorder, RecordingOptions
 from .recording_book import RequestBook
 from .recording_file import LineFile
 from .recording_format import Fields, redact, scheduler_output, show
+from .recording_lines import Line, OutputLine, StepLine, fields_of
 from .recording_reader import RecordedOutput, RecordedStep
 
 if TYPE_CHECKING:
@@ -25,22 +26,31 @@ _LOG = logging.getLogger(__name__)
 
 @define(eq=False)
 class _RecentStep:
-    """A step's lines. It may fall out of the ring once its ``outcome`` is there, or it needs none."""
+    """A step's lines. It may fall out of the ring once its outcome is there, or it needs none."""
 
     number: int
-    lines: list[Fields] = field(factory=list)
+    lines: list[Line]
     is_over: bool = False
 
-    def add(self, line: Fields) -> None:
+    def add(self, line: Line) -> None:
         self.lines.append(line)
-        if line["kind"] in ("output", "rollback") or (line["kind"] == "step" and not line["num_scheduled_tokens"]):
+        if not isinstance(line, dict):
+            self.is_over = True  # an output
+        elif line["kind"] in ("output", "rollback"):
             self.is_over = True
         elif line["kind"] == "failed":
             self.is_over = line["stroke"] != "sample"  # which can be tried again
 
     def book(self, book: RequestBook) -> None:
         """Take over what the step did to its requests."""
-        found = {line["kind"]: line for line in self.lines}
+        match self.lines:
+            case [StepLine() as step, OutputLine() as output]:
+                book.continued(step, output)
+            case _:
+                self._book_fields(book)
+
+    def _book_fields(self, book: RequestBook) -> None:
+        found = {line["kind"]: line for line in map(fields_of, self.lines)}
         step = RecordedStep(
             number=self.number,
             scheduled=scheduler_output(found["step"]),
@@ -72,23 +82,40 @@ class FailureRing:
         self._recent: deque[_RecentStep] = deque()
         self._seen: set[tuple[str, str, str]] = set()
 
-    def write(self, line: Fields) -> None:
+    def write(self, line: Line) -> None:
         """Take in a line; on a failure, write a file."""
-        kind = line["kind"]
-        if kind == "recording":
-            self._header = line
-        elif kind == "state":
-            self._book = RequestBook(line["requests"])
-        elif kind == "step":
-            if len(self._recent) >= 2 * self._num_steps:  # many at a time, which is faster than one by one
-                self._forget_all_but(self._num_steps)
-            self._recent.append(_RecentStep(line["step"], [line], is_over=not line["num_scheduled_tokens"]))
-        elif kind != "settle":
-            for step in self._recent:
-                if step.number == line["step"]:
-                    step.add(line)
-        if kind == "failed":
-            self._dump(line)
+        if isinstance(line, StepLine):
+            self._begin(_RecentStep(line.step, [line]))
+        elif isinstance(line, OutputLine):
+            self._add(line.step, line)
+        else:
+            self._take_in(line)
+
+    def _take_in(self, line: Fields) -> None:
+        match line["kind"]:
+            case "recording":
+                self._header = line
+            case "state":
+                self._book = RequestBook(line["requests"])
+            case "step":
+                self._begin(_RecentStep(line["step"], [line], is_over=not line["num_scheduled_tokens"]))
+            case "settle":
+                pass  # it changes no request
+            case kind:
+                self._add(line["step"], line)
+                if kind == "failed":
+                    self._dump(line)
+
+    def _begin(self, step: _RecentStep) -> None:
+        if len(self._recent) >= 2 * self._num_steps:  # many at a time, which is faster than one by one
+            self._forget_all_but(self._num_steps)
+        self._recent.append(step)
+
+    def _add(self, number: int, line: Line) -> None:
+        for step in reversed(self._recent):  # it is the last, or a few before
+            if step.number == number:
+                step.add(line)
+                return
 
     def flush(self) -> None:
         """Nothing to do: a failure is written at once."""

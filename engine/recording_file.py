@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
+from .recording_lines import Line, text_of
 
-from .recording_format import Fields
-
-_MOST_LINES = 1024
+_LINES_A_TIME = 256
 _FLUSH_SECONDS = 0.2  # what a crash can cost, and how far behind a reader of the growing file is
 
 
 class LineSink(Protocol):
     """Takes the lines of a recording."""
 
-    def write(self, line: Fields) -> None:
+    def write(self, line: Line) -> None:
         """One more line."""
         ...
 
@@ -33,41 +29,29 @@ class LineSink(Protocol):
         ...
 
 
-def _plain(value: Any) -> Any:
-    """What JSON does not know."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    if isinstance(value, Collection) and not isinstance(value, Mapping):
-        return list(value)
-    return str(value)
-
-
-encode_line = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_plain).encode
-"""A line without its end."""
-
-
 class LineFile:
-    """A file of JSON lines. What is written is on its way to the disk after a fifth of a second.
+    """A file of JSON lines. Every fifth of a second, what was written goes to the operating system with the next line.
 
-    Lines are made into text many at a time: right after a step, with the caches full of other things, each would take
-    three times as long.
+    A process that crashes loses at most the lines since then, and the step that was running; a machine that crashes,
+    what the operating system had not yet put on the disk: nothing here waits for that. Lines are made into text many
+    at a time: right after a step, with the caches full of other things, each would take three times as long.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._file = self.path.open("w", encoding="utf-8")
-        self._lines: list[Fields] = []
-        self._flushed = 0.0
+        self._file = self.path.open("w", encoding="utf-8", buffering=1 << 20)
+        self._lines: list[Line] = []
+        self._flush_at = 0.0
         self._lock = threading.Lock()
 
-    def write(self, line: Fields) -> None:
+    def write(self, line: Line) -> None:
         """Append; after ``close``, nothing. The line is not to be changed any more."""
         with self._lock:
             self._lines.append(line)
-            if time.monotonic() - self._flushed > _FLUSH_SECONDS or len(self._lines) > _MOST_LINES:
+            if time.monotonic() > self._flush_at:
                 self._flush()
+            elif len(self._lines) >= _LINES_A_TIME:
+                self._make_text()
 
     def flush(self) -> None:
         """Hand what was written to the operating system."""
@@ -81,8 +65,12 @@ class LineFile:
             self._file.close()
 
     def _flush(self) -> None:
+        self._make_text()
+        if not self._file.closed:
+            self._file.flush()
+            self._flush_at = time.monotonic() + _FLUSH_SECONDS
+
+    def _make_text(self) -> None:
         lines, self._lines = self._lines, []
         if not self._file.closed:
-            self._file.write("".join([encode_line(line) + "\n" for line in lines]))
-            self._file.flush()
-            self._flushed = time.monotonic()
+            self._file.write("".join([text_of(line) + "\n" for line in lines]))

@@ -23,6 +23,7 @@ import numpy as np
 from attrs import fields
 
 from ..stages.io import (
+    BlockIds,
     CachedRequestData,
     GrammarOutput,
     LogprobsLists,
@@ -109,11 +110,16 @@ def _cached_fields(data: CachedRequestData, tokens: TokenWriter) -> Fields:
     if data.all_token_ids:
         line["all_token_ids"] = {req_id: tokens(ids) for req_id, ids in data.all_token_ids.items()}
     if any(ids is not None for ids in data.new_block_ids):
-        line["new_block_ids"] = [ids if ids is None else [list(group) for group in ids] for ids in data.new_block_ids]
+        line["new_block_ids"] = block_fields(data.new_block_ids)
     line["num_computed_tokens"] = list(data.num_computed_tokens)
     if data.num_output_tokens:
         line["num_output_tokens"] = list(data.num_output_tokens)
     return line
+
+
+def block_fields(new_block_ids: Sequence[BlockIds | None]) -> list[list[list[int]] | None]:
+    """New blocks of several requests, copied."""
+    return [ids if ids is None else [list(group) for group in ids] for ids in new_block_ids]
 
 
 def _is_there(value: Any) -> bool:

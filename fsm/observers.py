@@ -33,8 +33,8 @@ class StageObserver(Protocol):
 class RunObserver(StageObserver):
     """Hears of all stages of a run at once, when it is over, which costs a step far less than to be told of each."""
 
-    def after_run(self, names: tuple[str, ...], started: float, ends: Sequence[float]) -> None:
-        """The run is over. Of the stages that returned, ``ends`` says when, in order, in seconds of ``perf_counter``.
+    def after_run(self, names: tuple[str, ...], started: int, ends: Sequence[int]) -> None:
+        """The run is over. Of the stages that returned, ``ends`` says when, in order, by ``perf_counter_ns``.
 
         The first began at ``started``, each other one when the one before it ended; observers' time counts with theirs.
         """
@@ -76,7 +76,8 @@ class _Seat:
 class Observers:
     """A runner's observers. Keeps what they raise away from the step: the first exception of each is logged, all count.
 
-    May be changed from any thread; a step that is under way may not notice.
+    May be changed from any thread; a step that is under way may not notice. ``hear_stages`` says whether any of them
+    wants to be told of each stage.
     """
 
     def __init__(self, observers: Iterable[StageObserver] = ()) -> None:
@@ -103,15 +104,13 @@ class Observers:
 
     def _set(self, seats: Iterable[_Seat]) -> None:
         self._seats = tuple(seats)
-        self._run_seats = tuple(seat for seat in self._seats if isinstance(seat.observer, RunObserver))
+        self._run_seats = tuple(
+            (seat, seat.observer.after_run) for seat in self._seats if isinstance(seat.observer, RunObserver)
+        )
         self._stage_seats = tuple(seat for seat in self._seats if not isinstance(seat.observer, RunObserver))
+        self.hear_stages = bool(self._stage_seats)
         # Most want to hear of the end only: a call of an empty method for each stage is left out.
         self._early_seats = tuple(seat for seat in self._stage_seats if seat.hears_before)
-
-    @property
-    def hear_stages(self) -> bool:
-        """Whether any wants to be told of each stage."""
-        return bool(self._stage_seats)
 
     @property
     def failures(self) -> int:
@@ -142,12 +141,11 @@ class Observers:
             except Exception:
                 seat.failed("stage_failed")
 
-    def after_run(self, names: tuple[str, ...], started: float, ends: Sequence[float]) -> None:
+    def after_run(self, names: tuple[str, ...], started: int, ends: Sequence[int]) -> None:
         """Tell every :class:`RunObserver`."""
-        for seat in self._run_seats:
-            assert isinstance(seat.observer, RunObserver), "only those have these seats"
+        for seat, after_run in self._run_seats:
             try:
-                seat.observer.after_run(names, started, ends)
+                after_run(names, started, ends)
             except Exception:
                 seat.failed("after_run")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import Any
 
 from .errors import InputRefused, StageFailed, WiringError
@@ -137,8 +137,8 @@ class Pipeline:
         try:
             if observers or make_range is not None:
                 watch = Observers.of(observers)
-                hear_stages, ends = watch.hear_stages, list[float]()
-                started = perf_counter()
+                hear_stages, ends = watch.hear_stages, list[int]()
+                started = perf_counter_ns()
                 try:
                     for call in self._plan.calls:
                         if make_range is not None:
@@ -148,7 +148,7 @@ class Pipeline:
                             _run_watched(call, records, watch)
                         else:
                             call.run(records)
-                        ends.append(perf_counter())
+                        ends.append(perf_counter_ns())
                 finally:
                     watch.after_run(self._names, started, ends)
             else:

@@ -155,17 +155,6 @@ class CompletionBody(SamplingBody):
     suffix: Unsupported = None
 
 
-class TokenizeBody(Body):
-    """``/tokenize``: a text or a conversation."""
-
-    model: Annotated[str, Field(max_length=512)] | None = None
-    prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    return_token_strs: bool | None = None
-
-
 class DetokenizeBody(Body):
     """``/detokenize``."""
 

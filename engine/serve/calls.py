@@ -11,10 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TypeVar
 
+from ...fsm.errors import TwoStrokeError
 from ..loop_handle import RequestHandle
 from ..outputs import RequestOutput
 from .errors import ApiError
 from .metrics import Metrics
+from .tracing import NoTracing, RequestSpan
 
 T = TypeVar("T")
 _LONGEST_RETRY_S = 60
@@ -33,7 +35,8 @@ class Call:
         self.handles = handles
         self.num_generated = 0
         self._calls = calls
-        self._tracks = [calls.metrics.track() for _ in handles]
+        self.span: RequestSpan = NoTracing()
+        self.tracks = [calls.metrics.track() for _ in handles]
 
     async def deltas(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What is new, with the index of its prompt. A reader slower than the model gets more at once.
@@ -42,9 +45,13 @@ class Call:
             TwoStrokeError: a request failed, or the loop did.
         """
         async with aclosing(merged(self.handles)) as news:
-            async for index, delta in news:
-                self.num_generated += self._tracks[index].note(delta)
-                yield index, delta
+            try:
+                async for index, delta in news:
+                    self.num_generated += self.tracks[index].note(delta)
+                    yield index, delta
+            except TwoStrokeError as error:
+                self._failed(error)
+                raise
 
     async def results(self) -> list[RequestOutput]:
         """Everything, in the order of the prompts.
@@ -52,10 +59,18 @@ class Call:
         Raises:
             TwoStrokeError: a request failed, or the loop did.
         """
-        results = await asyncio.gather(*(handle.wait() for handle in self.handles))
-        for result, track in zip(results, self._tracks, strict=True):
+        try:
+            results = await asyncio.gather(*(handle.wait() for handle in self.handles))
+        except TwoStrokeError as error:
+            self._failed(error)
+            raise
+        for result, track in zip(results, self.tracks, strict=True):
             self.num_generated += track.note(result)
         return results
+
+    def _failed(self, error: TwoStrokeError) -> None:
+        self._calls.metrics.failed.inc()
+        self.span.failed(error)
 
     def close(self) -> None:
         """Abort what is left, without waiting for it, and make room for others."""
@@ -128,6 +143,7 @@ class Calls:
         for handle in unfinished:
             self.metrics.aborted.inc()
             self.close_soon(handle)
+        call.span.end(call.tracks)
 
     def close_soon(self, handle: RequestHandle) -> None:
         """Abort a request on another thread; here where those have ended."""

@@ -1,4 +1,4 @@
-"""The body of a chat completion: messages, tools, and how they are to be chosen."""
+"""Bodies with conversations: messages, tools, and how they are to be chosen."""
 
 from __future__ import annotations
 
@@ -137,3 +137,15 @@ class ChatBody(SamplingBody):
     reasoning_effort: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
+
+
+class TokenizeBody(Body):
+    """``/tokenize``: a text or a conversation."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None

@@ -84,8 +84,7 @@ class CompletionShape:
         offset = self._offsets.get(index, 0)
         logprobs = None
         if self._logprobs is not None:
-            logprobs = self._token_texts.completion(token_ids, positions, self._logprobs, offset)
-            offset += sum(map(len, logprobs["tokens"]))
+            logprobs, offset = self._token_texts.completion(token_ids, positions, self._logprobs, offset)
         self._offsets[index] = offset
         if not (text or output.finished or (logprobs is not None and token_ids)):
             return []

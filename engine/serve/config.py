@@ -37,9 +37,11 @@ class ServeConfig:
         max_prompt_chars_per_token: a prompt of more characters than this times the context length is refused before
             it is tokenized.
         request_timeout_s: from the arrival of a request to its last byte.
+        header_timeout_s: for a request to begin on an open connection, and for its header to arrive.
         body_timeout_s: for a request's body to arrive.
         drain_timeout_s: for requests in flight to end by themselves when the server is asked to stop.
         vllm_metrics: export the metrics under vLLM's names too.
+        otlp_traces_endpoint: where OpenTelemetry traces go, over HTTP; empty: there are none.
         exit_on_fault: stop, with a non-zero exit code, when the engine can't go on.
 
     Raises:
@@ -59,9 +61,11 @@ class ServeConfig:
     max_body_bytes: int = 8 * 2**20
     max_prompt_chars_per_token: int = 64
     request_timeout_s: float = 600.0
+    header_timeout_s: float = 60.0
     body_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     vllm_metrics: bool = False
+    otlp_traces_endpoint: str = ""
     exit_on_fault: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -69,10 +73,13 @@ class ServeConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise InvalidServeConfig(name, f"must be an integer from {low} to {high}, got {value!r}")
-        for name in ("request_timeout_s", "body_timeout_s", "drain_timeout_s"):
+        for name in ("request_timeout_s", "header_timeout_s", "body_timeout_s", "drain_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise InvalidServeConfig(name, f"must be a number of seconds, got {value!r}")
+        if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            reason = f"must be like http://localhost:4318/v1/traces, got {self.otlp_traces_endpoint!r}"
+            raise InvalidServeConfig("otlp_traces_endpoint", reason)
         if any(not key or not key.isascii() for key in self.api_keys):
             raise InvalidServeConfig("api_keys", "a key must be ASCII text and not empty")
         if not (self.is_local or self.api_keys or self.allow_public):

@@ -12,10 +12,11 @@ from ...fsm import LifeState
 from ..loop_jobs import PauseMode
 from .bodies import AbortBody
 from .errors import ApiError
-from .parsing import no_unknown_query, parsed_body
+from .parsing import no_body, no_unknown_query, parsed_body
 from .service import Service
 
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+_PARTS = ("weights", "kv_cache")
 
 
 def _service(request: Request) -> Service:
@@ -108,6 +109,7 @@ async def pause(request: Request) -> Response:
     """Stop stepping. ``mode``: keep what has begun for later (the default), wait for it, or abort it."""
     no_unknown_query(request, "mode")
     service = _service(request)
+    await no_body(request, service.config)
     mode: Any = request.query_params.get("mode", "keep")
     if mode not in get_args(PauseMode):
         message = f"mode: must be one of {', '.join(get_args(PauseMode))}, got {mode!r:.80}"
@@ -120,6 +122,7 @@ async def resume(request: Request) -> Response:
     """Go on after a pause."""
     no_unknown_query(request)
     service = _service(request)
+    await no_body(request, service.config)
     await service.work(service.loop.resume)  # not behind a pause that still waits
     return JSONResponse({"status": "running"})
 
@@ -128,6 +131,7 @@ async def sleep(request: Request) -> Response:
     """Give memory back between two steps; ``level`` 1: the KV cache, 2: the weights too. Requests wait."""
     no_unknown_query(request, "level")
     service = _service(request)
+    await no_body(request, service.config)
     text = request.query_params.get("level", "1")
     if text not in ("1", "2"):
         message = f"level: must be 1 (KV cache) or 2 (KV cache and weights), got {text!r:.80}"
@@ -139,9 +143,13 @@ async def sleep(request: Request) -> Response:
 
 async def wake_up(request: Request) -> Response:
     """Take the memory again, all of it or the parts in ``tags`` (``weights``, ``kv_cache``), and go on."""
-    no_unknown_query(request, "tags")
+    no_unknown_query(request, "tags", repeatable=True)
     service = _service(request)
+    await no_body(request, service.config)
     tags = request.query_params.getlist("tags") or None
+    if unknown := [tag for tag in tags or () if tag not in _PARTS]:
+        message = f"tags: must be {' or '.join(_PARTS)}, got {unknown[0]!r:.80}"
+        raise ApiError(400, message, param="tags", code="invalid_value")
     runner, loop = service.loop.runner, service.loop
 
     def wake() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...fsm.errors import InputRefused, RunnerFaulted, StepStateError, TwoStrokeError
-from ...stages.errors import InvalidSamplingParams, RequestFailed
+from ...stages.errors import InvalidSamplingParams, NothingToSample, RequestFailed
 from ..chat_template import ChatTemplateError
 from ..scheduler_records import RequestRefused
 from ..serving_loop import ServingLoopDown
+from ..structured import GrammarTooSlow
 from ..tokenizer import InvalidText, TokenizerError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -75,6 +76,8 @@ def as_api_error(error: Exception, params: Mapping[str, str] | None = None) -> A
     if isinstance(error, (InvalidText, TokenizerError)):
         return ApiError(400, str(error), param=names.get("prompt", "prompt"), code="invalid_value")
     if isinstance(error, RequestFailed):
+        if isinstance(error, NothingToSample) or isinstance(error.__cause__, GrammarTooSlow):
+            return ApiError(400, error.reason, code="unsatisfiable")
         return ApiError(500, error.reason, code="request_failed")
     if isinstance(error, (ServingLoopDown, RunnerFaulted)):
         return ApiError(503, str(error), code="engine_down")

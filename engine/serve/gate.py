@@ -134,13 +134,21 @@ def _check_origin(config: ServeConfig, headers: Headers) -> None:
     """
     origin = headers.get("origin")
     host = _host_name(headers.get("host", ""))
-    is_ours = origin is None or origin in config.allowed_origins or urlsplit(origin).netloc == headers.get("host", "")
+    is_ours = origin is None or origin in config.allowed_origins or _address(origin) == headers.get("host", "")
     if not is_ours:
         message = f"the origin {origin!r:.200} may not call this server; --allowed-origin lets it"
         raise ApiError(403, message, code="origin_refused")
     if config.is_local and not config.api_keys and host and host not in _LOCAL_HOSTS:
         message = f"this server answers to localhost only, not to {host!r:.200}; set an API key to use another name"
         raise ApiError(403, message, code="host_refused")
+
+
+def _address(origin: str) -> str | None:
+    """Host and port of an origin; None where it is not written as one."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # brackets that are no IPv6 address
+        return None
 
 
 def _host_name(host: str) -> str:

@@ -60,10 +60,18 @@ async def answer(request: Request, service: Service, job: Job) -> Response:
     request_id = request.state.request_id
 
     async def begin() -> tuple[Call, Plan]:
+        span = service.tracing.begin(job.kind, request.headers)
         try:
-            return await service.begin(job.prefix, request_id, job.num_sequences, job.plan)
-        except Exception as error:
-            raise as_api_error(error, job.param_names) from error
+            call, plan = await service.begin(job.prefix, request_id, job.num_sequences, job.plan)
+        except BaseException as error:
+            span.failed(error)
+            span.end(())
+            if isinstance(error, Exception):
+                raise as_api_error(error, job.param_names) from error
+            raise
+        call.span = span
+        span.let_in(call.id, plan)
+        return call, plan
 
     if job.body.stream:
         call, plan = await until_gone(request.receive, deadline.keep(begin()))

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ...fsm import LifeState, StageTimes
-from ..outputs import RequestOutput
+from ..outputs import RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
     from ..serving_loop import ServingLoop
@@ -31,6 +31,10 @@ VLLM_NAMES = frozenset(
         "generation_tokens",
         "request_success",
         "time_to_first_token_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
         "inter_token_latency_seconds",
         "e2e_request_latency_seconds",
         "request_time_per_output_token_seconds",
@@ -65,6 +69,7 @@ class Metrics:
         self.prompt_tokens = self._counter(inner, "prompt_tokens", "Prompt tokens of requests that got a token.")
         self.generation_tokens = self._counter(inner, "generation_tokens", "Tokens handed to clients.")
         self.aborted = self._counter(inner, "requests_aborted", "Prompts whose client left or whose time ran out.")
+        self.failed = self._counter(inner, "requests_failed", "Requests that the engine took and could not finish.")
         self.rejected = self._counter(inner, "requests_rejected", "Requests answered with 429.")
         self._success = Counter(
             f"{OWN}:request_success", "Completions by how they ended.", (*_LABELS, "finished_reason"), registry=inner
@@ -72,6 +77,12 @@ class Metrics:
         self._http = Counter(f"{OWN}:http_requests", "HTTP requests.", ("method", "path", "status"), registry=inner)
         self.first_token = self._histogram(inner, "time_to_first_token_seconds", "From arrival to first token.", _TTFT)
         self.between_tokens = self._histogram(inner, "inter_token_latency_seconds", "Between tokens of a stream.", _ITL)
+        self.queue = self._histogram(inner, "request_queue_time_seconds", "From arrival to the first step.", _E2E)
+        self.prefill = self._histogram(
+            inner, "request_prefill_time_seconds", "From the first step to the first token.", _E2E
+        )
+        self.decode = self._histogram(inner, "request_decode_time_seconds", "From first token to end.", _E2E)
+        self.inference = self._histogram(inner, "request_inference_time_seconds", "From the first step to end.", _E2E)
         self.whole = self._histogram(inner, "e2e_request_latency_seconds", "From arrival to end.", _E2E)
         self.per_token = self._histogram(
             inner, "request_time_per_output_token_seconds", "Mean after the first token, a request.", _ITL
@@ -122,11 +133,13 @@ class Metrics:
         """The engine's figures of this moment. They are single numbers, so that reading them needs no lock."""
         loop, label = self._loop, [self._label]
         stats = loop.scheduler.stats()
+        num_faults = sum(list(self._stage_times.failures.values()))
         for name, text, value in (
             ("num_requests_running", "Completions that hold KV blocks.", stats.num_running),
             ("num_requests_waiting", "Completions that wait, or were preempted.", stats.num_waiting),
             ("kv_cache_usage_perc", "Share of the KV blocks that is in use, 0 to 1.", stats.kv_cache_usage),
             ("healthy", "1 while requests can be served.", float(loop.healthy)),
+            ("faulted", "1 once the engine can't go on.", float(loop.runner.life is LifeState.FAULTED)),
             ("asleep", "1 while the engine sleeps.", float(loop.runner.life is LifeState.ASLEEP)),
             ("paused", "1 while no steps are made.", float(loop.is_paused)),
         ):
@@ -138,6 +151,7 @@ class Metrics:
             ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_cache_hits),
             ("num_preemptions", "Times a request had to give way.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine.", loop.num_steps),
+            ("faults", "Stages that raised; the step was undone and tried again.", num_faults),
         ):
             counter = CounterMetricFamily(f"{OWN}:{name}", text, labels=_LABELS)
             counter.add_metric(label, value)
@@ -177,17 +191,29 @@ def graph_counts(loop: ServingLoop) -> dict[tuple[str, str], int]:
 
 
 class Track:
-    """Follows one request: when its first token came, how long each took, how it ended."""
+    """Follows one prompt: when its first token came, how long each took, how its completions ended.
+
+    ``times`` are those of the latest delta, ``reasons`` why completions ended, in the order in which they did.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
+        self.times: RequestMetrics | None = None
+        self.reasons: list[str] = []
+        self.num_prompt_tokens = 0
         self._metrics = metrics
         self._latest: dict[int, float] = {}
         self._counts: dict[int, int] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were noted."""
+        return sum(self._counts.values())
 
     def note(self, delta: RequestOutput) -> int:
         """A delta, or a whole result, was taken; returns how many tokens it has."""
         metrics, now = self._metrics, time.monotonic()
         total = 0
+        self.times = delta.metrics
         for output in delta.outputs:
             if count := len(output.token_ids):
                 total += count
@@ -198,28 +224,37 @@ class Track:
                 self._latest[output.index] = now
                 self._counts[output.index] = self._counts.get(output.index, 0) + count
             if output.finish_reason is not None:
+                self.reasons.append(output.finish_reason)
                 metrics.finished(output.finish_reason)
                 metrics.request_tokens.observe(self._counts.get(output.index, 0))
         if total:
             metrics.generation_tokens.inc(total)
         if delta.finished:
-            self._end(delta)
+            self._end(delta.metrics)
         return total
 
     def _begin(self, delta: RequestOutput) -> None:
-        count = len(delta.prompt_token_ids)
-        self._metrics.prompt_tokens.inc(count)
-        self._metrics.request_prompt_tokens.observe(count)
+        self.num_prompt_tokens = len(delta.prompt_token_ids)
+        self._metrics.prompt_tokens.inc(self.num_prompt_tokens)
+        self._metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
         if (seconds := delta.metrics.time_to_first_token) is not None:
             self._metrics.first_token.observe(seconds)
+        if (seconds := delta.metrics.queue_time) is not None:
+            self._metrics.queue.observe(seconds)
 
-    def _end(self, delta: RequestOutput) -> None:
-        times = delta.metrics
+    def _end(self, times: RequestMetrics) -> None:
+        metrics = self._metrics
         if times.latency is not None:
-            self._metrics.whole.observe(times.latency)
+            metrics.whole.observe(times.latency)
+        scheduled, first, finished = times.scheduled_time, times.first_token_time, times.finished_time
+        if scheduled is None or first is None or finished is None:
+            return
+        metrics.prefill.observe(first - scheduled)
+        metrics.decode.observe(finished - first)
+        metrics.inference.observe(finished - scheduled)
         most = max(self._counts.values(), default=0)
-        if times.finished_time is not None and times.first_token_time is not None and most > 1:
-            self._metrics.per_token.observe((times.finished_time - times.first_token_time) / (most - 1))
+        if most > 1:
+            metrics.per_token.observe((finished - first) / (most - 1))
 
 
 class _Engine(Collector):

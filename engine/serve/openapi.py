@@ -10,8 +10,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from .bodies import AbortBody, Body, CompletionBody, DetokenizeBody, TokenizeBody
-from .chat_bodies import ChatBody
+from .bodies import AbortBody, Body, CompletionBody, DetokenizeBody
+from .chat_bodies import ChatBody, TokenizeBody
 from .parsing import no_unknown_query
 
 _BODIES: Sequence[tuple[str, str, type[Body]]] = (

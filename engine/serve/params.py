@@ -63,7 +63,7 @@ def completion_params(body: CompletionBody, config: ServeConfig) -> SamplingPara
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:
         prompt_logprobs = body.logprobs
-    if prompt_logprobs is not None and body.stream and not body.echo:
+    if prompt_logprobs is not None and body.stream and not (body.echo and body.logprobs is not None):
         message = "prompt_logprobs: only without stream, or with echo and logprobs"
         raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
     _check_logprobs("prompt_logprobs", prompt_logprobs, config)
@@ -141,8 +141,8 @@ def _fields(body: SamplingBody) -> dict[str, Any]:
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     bias: dict[int, float] = {}
     for token, value in given.items():
-        if not (token.isascii() and token.isdecimal() and len(token) < 20):
-            message = f"logit_bias: {token!r:.80} is not a token id"
+        if not (token.isascii() and token.isdecimal() and len(token) < 20 and token == str(int(token))):
+            message = f"logit_bias: {token!r:.80} is not a token id (digits, without leading zeros)"
             raise ApiError(400, message, param="logit_bias", code="invalid_value")
         bias[int(token)] = value
     return bias

@@ -27,10 +27,30 @@ async def read_body(request: Request, config: ServeConfig) -> bytes:
         ApiError: 408, 413 or 415.
         ClientGone: the client left before it was complete.
     """
+    _check_kind(request)
+    return await _received(request, config)
+
+
+async def no_body(request: Request, config: ServeConfig) -> None:
+    """For endpoints that are told everything by their query: settings in a body would go unheard.
+
+    Raises:
+        ApiError: 400 for a body that is neither empty nor an empty object.
+        ClientGone: the client left before it was complete.
+    """
+    if (await _received(request, config)).strip() not in (b"", b"{}"):
+        message = f"{request.url.path} takes no body; what it can be told are query parameters"
+        raise ApiError(400, message, code="unexpected_body")
+
+
+def _check_kind(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         shown = repr(kind[:80]) if kind else "nothing"
         raise ApiError(415, f"content-type must be application/json, got {shown}", code="unsupported_media_type")
+
+
+async def _received(request: Request, config: ServeConfig) -> bytes:
     limit = config.max_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -72,14 +92,16 @@ async def parsed_body(request: Request, kind: type[B], service: Service) -> B:
     return parse(kind, data) if len(data) < _LARGE_BODY else await service.work(lambda: parse(kind, data))
 
 
-def no_unknown_query(request: Request, *known: str) -> None:
+def no_unknown_query(request: Request, *known: str, repeatable: bool = False) -> None:
     """Raises:
-    ApiError: 400 for a query parameter that the endpoint does not have.
+    ApiError: 400 for a query parameter that the endpoint does not have, or has only once.
     """
     for name in request.query_params:
         if name not in known:
             offer = f"known: {', '.join(known)}" if known else "there are none"
             raise ApiError(400, f"unknown query parameter {name!r:.80} ({offer})", param=name, code="unknown_field")
+        if not repeatable and len(request.query_params.getlist(name)) > 1:
+            raise ApiError(400, f"{name}: is given more than once", param=name, code="invalid_value")
 
 
 def _too_large(limit: int) -> ApiError:

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from .bodies import CompletionBody
-from .chat_bodies import ChatBody, Message
+from .chat_bodies import ChatBody, Message, TokenizeBody
 from .config import ServeConfig
 from .errors import ApiError
 from .served_model import ServedModel
@@ -42,36 +42,28 @@ def completion_prompts(body: CompletionBody, model: ServedModel, config: ServeCo
 
 
 def chat_prompt(
-    body: ChatBody, tools: Sequence[Mapping[str, Any]] | None, model: ServedModel, config: ServeConfig
+    body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, Any]] | None, model: ServedModel, config: ServeConfig
 ) -> PromptTokens:
-    """The prompt of a conversation, through the model's chat template.
+    """The prompt of a conversation, through the model's chat template, which writes the special tokens itself.
 
     Raises:
         ApiError: 400, too long, or the model has no chat template.
         ChatTemplateError: the template refuses the messages.
     """
-    for index, message in enumerate(body.messages):
+    messages = body.messages or ()
+    for index, message in enumerate(messages):
         if message.content is None and not message.tool_calls:
             param = f"messages[{index}].content"
             raise ApiError(400, f"{param}: is required without tool_calls", param=param, code="missing_field")
-    check_length(sum(len(message.content or "") for message in body.messages), "messages", model, config)
-    text = render(
-        [template_message(message) for message in body.messages],
-        model,
-        tools,
-        {"add_generation_prompt": body.add_generation_prompt is not False, **_template_variables(body)},
+    check_length(sum(len(message.content or "") for message in messages), "messages", model, config)
+    text = model.require_chat_template().render(
+        [template_message(message) for message in messages],
+        tools=tools or None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        **_template_variables(body),
     )
-    return PromptTokens(model.require_tokenizer("messages").encode(text, add_special_tokens=False), text)
-
-
-def render(
-    messages: Sequence[Mapping[str, Any]],
-    model: ServedModel,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
-    """A conversation as the model reads it."""
-    return model.require_chat_template().render(messages, tools=tools or None, **(variables or {}))
+    has_special_tokens = isinstance(body, TokenizeBody) and bool(body.add_special_tokens)
+    return PromptTokens(model.require_tokenizer("messages").encode(text, add_special_tokens=has_special_tokens), text)
 
 
 def template_message(message: Message) -> dict[str, Any]:
@@ -137,7 +129,7 @@ def check_length(num_chars: int, param: str, model: ServedModel, config: ServeCo
         raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def _template_variables(body: ChatBody) -> dict[str, Any]:
+def _template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     variables = body.chat_template_kwargs or {}
     taken = {"messages", "tools", "add_generation_prompt", "self"} & variables.keys()
     if taken or not all(map(str.isidentifier, variables)):

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from .config import ServeConfig
+from .connections import IdleConnections
 
 if TYPE_CHECKING:
     from .service import Service
@@ -63,13 +64,13 @@ class ApiServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until the end; safe in a thread of its own, where no signals are heard."""
-        watch = asyncio.create_task(self._watch())
+        watches = [asyncio.create_task(self._watch()), asyncio.create_task(self._close_idle())]
         try:
             await super().serve(sockets)
         finally:
-            watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await watch
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
 
     def stop(self) -> None:
         """Drain, and then end; from any thread. Called again, it ends at once."""
@@ -132,6 +133,14 @@ class ApiServer(uvicorn.Server):
         if self._limits.exit_on_fault:
             self.exit_code = EXIT_FAULT
             self.stop()
+
+    async def _close_idle(self) -> None:
+        """Let nobody hold connections open who asks for nothing."""
+        idle = IdleConnections(self._limits.header_timeout_s)
+        while True:
+            await asyncio.sleep(min(max(idle.limit_s / 4, _WATCH_S), 1.0))
+            if closed := idle.sweep(self.server_state.connections, asyncio.get_running_loop().time()):
+                _LOG.info("closed %d connections without a request", closed)
 
 
 def bound_socket(config: ServeConfig) -> socket.socket:

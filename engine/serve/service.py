@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,10 @@ from .metrics import Metrics
 from .prompts import PromptTokens
 from .served_model import ServedModel
 from .token_texts import TokenTexts
+from .tracing import tracing_to
 
 T = TypeVar("T")
-_WORKERS, _ADMINS = 4, 2
+_WORKERS, _ADMINS = 4, 16
 
 
 @frozen(kw_only=True, eq=False)
@@ -49,6 +51,8 @@ class Service:
         self.is_draining = False
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="twostroke-serve")
         self._admins = ThreadPoolExecutor(_ADMINS, thread_name_prefix="twostroke-admin")
+        self._room = threading.BoundedSemaphore(_ADMINS)
+        self.tracing = tracing_to(config.otlp_traces_endpoint, model.name)
         self.metrics = Metrics(loop, model.name, vllm_names=config.vllm_metrics)
         num_running = loop.scheduler.config.max_num_seqs
         self.calls = Calls(num_running + config.max_queue, num_running, self._workers, self.metrics)
@@ -60,6 +64,7 @@ class Service:
         self._workers.shutdown(wait=False)
         self._admins.shutdown(wait=False, cancel_futures=True)
         self.metrics.close()
+        self.tracing.close()
 
     def why_not_ready(self) -> str | None:
         """Why new requests would not be served now; None if they would."""
@@ -115,8 +120,21 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._workers, fn)
 
     async def administer(self, fn: Callable[[], T]) -> T:
-        """Run something that may wait for the engine on another thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._admins, fn)
+        """Run something that may wait for the engine on another thread, which it has to itself.
+
+        Raises:
+            ApiError: 429, too many wait already.
+        """
+        if not self._room.acquire(blocking=False):
+            message = f"{_ADMINS} calls wait for the engine already; POST /resume ends those that wait for a pause"
+            raise ApiError(429, message, code="too_many_waiting", retry_after_s=1)
+        try:
+            future = self._admins.submit(fn)
+        except BaseException:
+            self._room.release()
+            raise
+        future.add_done_callback(lambda _: self._room.release())
+        return await asyncio.wrap_future(future)
 
     def aborted_by(self) -> ApiError | None:
         """Why requests end with "abort" if it is the server's doing; None if somebody asked for it."""

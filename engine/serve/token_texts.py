@@ -56,22 +56,24 @@ class TokenTexts:
         positions: Sequence[PositionLogprobs | None],
         count: int,
         first_offset: int,
-    ) -> dict[str, Any]:
-        """``logprobs`` of a completion's choice; ``first_offset`` is where its text begins, in characters.
+    ) -> tuple[dict[str, Any], int]:
+        """``logprobs`` of a completion's choice, and where its text ends.
 
+        Offsets are in characters, from ``first_offset``; a token that goes on with a character has that character's.
         A position of None (the first token of a prompt) has no probabilities.
         """
         texts = [self.of(token_id)[0] for token_id in token_ids]
         offsets, end = list[int](), first_offset
-        for text in texts:
-            offsets.append(end)
-            end += len(text)
+        for token_id in token_ids:
+            data = self.of(token_id)[1]
+            offsets.append(max(end - 1, 0) if data and not _begins_character(data[0]) else end)
+            end += sum(map(_begins_character, data))
         chosen: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         for token_id, position in zip(token_ids, positions, strict=True):
             chosen.append(None if position is None else _finite(position[token_id].logprob))
             tops.append(None if position is None else self._top(token_id, position, count))
-        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
+        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}, end
 
     def _top(self, token_id: int, position: PositionLogprobs, count: int) -> dict[str, float]:
         """The ``count`` most likely, and the chosen one."""
@@ -83,6 +85,11 @@ class TokenTexts:
     def _chat_token(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
         text, data = self.of(token_id)
         return {"token": text, "logprob": _finite(logprob.logprob), "bytes": data}
+
+
+def _begins_character(byte: int) -> bool:
+    """Whether a byte of UTF-8 is the first of its character."""
+    return byte & 0xC0 != 0x80
 
 
 def _finite(value: float) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from twostroke.fsm import Observers, Pipeline, StageFailed, StageObserver, StageTimes, stage
+from twostroke.fsm.observers import RunObserver
 
 
 class Record: ...
@@ -170,3 +171,38 @@ def test_without_observer_and_profiler_nothing_is_timed(monkeypatch: pytest.Monk
 def test_torch_is_not_needed(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", module)
     assert isinstance(pipeline().run({})[Record], Record)
+
+
+class Runs(RunObserver):
+    def __init__(self) -> None:
+        self.runs: list[tuple[tuple[str, ...], int]] = []
+
+    def after_run(self, names: tuple[str, ...], started: int, ends: Any) -> None:
+        assert [started, *ends] == sorted([started, *ends])
+        self.runs.append((names, len(ends)))
+
+    def after_stage(self, name: str, seconds: float, record: object) -> None:
+        raise AssertionError("it hears of whole runs only")
+
+
+@pytest.mark.parametrize("others", [(), (StageTimes(),)])
+def test_a_run_observer_hears_once_of_the_stages_that_returned(others: tuple[StageObserver, ...]) -> None:
+    runs = Runs()
+    observers = Observers([runs, *others])
+    pipeline().run({}, observers)
+    with pytest.raises(StageFailed):
+        pipeline(fail).run({}, observers)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline(interrupt).run({}, observers)
+    assert runs.runs == [(("first", "second"), 2), (("first", "second"), 1), (("first", "second"), 1)]
+    assert observers.failures == 0
+
+
+def test_a_run_observer_that_raises_fails_no_step() -> None:
+    class Raises(RunObserver):
+        def after_run(self, names: tuple[str, ...], started: int, ends: Any) -> None:
+            raise ValueError("run")
+
+    observers = Observers([Raises()])
+    pipeline().run({}, observers)
+    assert observers.failures == 1

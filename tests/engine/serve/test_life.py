@@ -353,3 +353,23 @@ def test_a_pause_that_waits_can_be_taken_back(braked: Callable[..., Any]) -> Non
         assert [pause.result(20).status_code for pause in pauses] == [200] * 3
         served.loop.resume()
         assert answer.result(20).json()["usage"]["completion_tokens"] == 50
+
+
+def test_pauses_that_wait_keep_nobody_from_ending_them(braked: Callable[..., Any]) -> None:
+    served, brake = braked()
+    with served.http() as http, ThreadPoolExecutor(20) as users:
+        answer = users.submit(http.post, "/v1/completions", json={**LONG, "stream": False, "max_tokens": 50})
+        wait_until(lambda: served.loop.num_live_requests == 1)
+        brake.is_open.clear()
+        pauses = [users.submit(http.post, "/pause?mode=wait") for _ in range(15)]
+        wait_until(lambda: served.service._room._value == 1)
+        last = users.submit(http.post, "/pause?mode=abort")
+        wait_until(lambda: served.loop.num_live_requests == 0)
+        refused = http.post("/sleep")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_waiting")
+        assert refused.headers["retry-after"] == "1"
+        brake.is_open.set()
+        assert [pause.result(20).status_code for pause in (*pauses, last)] == [200] * 16
+        assert answer.result(20).json()["choices"][0]["finish_reason"] == "abort"
+        assert http.post("/resume").status_code == 200
+        assert http.post("/wake_up").status_code == 200

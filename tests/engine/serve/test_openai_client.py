@@ -96,6 +96,14 @@ def test_logprobs_of_a_completion_with_its_prompt(client: openai.OpenAI, served:
     )
 
 
+def test_offsets_of_tokens_count_characters(client: openai.OpenAI) -> None:
+    text = "aé😀b"
+    scored = client.completions.create(model="tiny", prompt=text, echo=True, max_tokens=0, logprobs=0).choices[0]
+    assert scored.text == text
+    assert scored.logprobs is not None
+    assert scored.logprobs.text_offset == [0, 1, 1, 2, 2, 2, 2, 3]
+
+
 def test_the_prompt_alone_can_be_scored(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, logprobs=1, echo=True)
     choice = answer.choices[0]
@@ -183,6 +191,19 @@ def test_errors_of_the_official_client_name_the_field(client: openai.OpenAI) -> 
         client.completions.create(model="tiny", prompt="x", extra_body={"temprature": 1})
     assert strange.value.param == "temprature"
     assert "temperature" in str(strange.value)
+
+
+def test_a_conversation_is_tokenized_as_a_chat_reads_it(http: httpx.Client, client: openai.OpenAI) -> None:
+    messages: Any = [
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        {"role": "user", "content": "hi"},
+    ]
+    tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert bytes(tokens) and len(tokens) > 20
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tokens)
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "<system>be brief<user>hi<assistant>"
 
 
 def test_tokenize_and_back(http: httpx.Client) -> None:

@@ -45,6 +45,14 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"300": 1}}, "logit_bias", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1, "05": -1}}, "logit_bias", "invalid_value"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "stream": True, "echo": True, "prompt_logprobs": 1},
+        "prompt_logprobs",
+        "invalid_value",
+    ),
+    (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [256], "min_tokens": 2}, None, "unsatisfiable"),
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [300]}, "stop_token_ids", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "bad_words": [""]}, "bad_words[0]", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "min_tokens": 20}, "min_tokens", "invalid_value"),
@@ -78,7 +86,12 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (CHATS, {**CHAT, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "invalid_value"),
     (CHATS, {**CHAT, "max_tokens": 600}, "max_tokens", "context_length_exceeded"),
     ("/tokenize", {}, "prompt", "invalid_value"),
-    ("/tokenize", {"messages": [{}]}, "messages", "invalid_value"),
+    ("/tokenize", {"messages": [{}]}, "messages[0].role", "missing_field"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a", "junk": 1}]}, "messages[0].junk", "unknown_field"),
+    ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content", "missing_field"),
+    ("/tokenize", {**CHAT, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "invalid_value"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "invalid_value"),
+    ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs", "invalid_value"),
     ("/detokenize", {"tokens": [300]}, "tokens", "invalid_value"),
     ("/abort_requests", {"request_ids": [1]}, "request_ids[0]", "invalid_value"),
 ]
@@ -109,6 +122,8 @@ def test_a_bad_body_names_its_field(
         pytest.param("POST", "/sleep?level=7", 400, "invalid_value", id="sleep_level"),
         pytest.param("POST", "/wake_up?tags=dreams", 400, "invalid_value", id="wake_tags"),
         pytest.param("GET", "/health?now=1", 400, "unknown_field", id="unknown_query"),
+        pytest.param("POST", "/pause?mode=keep&mode=abort", 400, "invalid_value", id="pause_twice"),
+        pytest.param("POST", "/sleep?level=1&level=2", 400, "invalid_value", id="sleep_twice"),
     ],
 )
 def test_every_refusal_has_the_same_shape(http: httpx.Client, method: str, path: str, status: int, code: str) -> None:
@@ -116,6 +131,22 @@ def test_every_refusal_has_the_same_shape(http: httpx.Client, method: str, path:
     assert answer.status_code == status
     assert answer.json()["error"]["code"] == code
     assert answer.headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/sleep", "/wake_up"])
+def test_settings_in_a_body_that_nobody_reads_are_refused(http: httpx.Client, served: Any, path: str) -> None:
+    answer = http.post(path, json={"level": 2, "mode": "abort"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unexpected_body")
+    assert not served.loop.is_paused
+    assert http.get("/ready").status_code == 200
+    if path in ("/resume", "/wake_up"):
+        assert http.post(path, json={}).status_code == 200
+
+
+def test_parts_that_cannot_wake_are_named(http: httpx.Client) -> None:
+    error = http.post("/wake_up?tags=weights&tags=dreams").json()["error"]
+    assert error["param"] == "tags"
+    assert "dreams" in error["message"]
 
 
 def test_fields_that_change_nothing_are_named_in_a_header(http: httpx.Client) -> None:
@@ -173,6 +204,12 @@ def test_other_peoples_pages_are_kept_out(http: httpx.Client, start: Callable[..
         assert answer.headers["access-control-allow-origin"] == page
         preflight = {"origin": page, "access-control-request-method": "POST"}
         assert other.options(COMPLETIONS, headers=preflight).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://[::1", "http://]", "null", "", "//"])
+def test_an_origin_that_is_none_is_refused(http: httpx.Client, origin: str) -> None:
+    answer = http.get("/health", headers={"origin": origin})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_refused")
 
 
 @pytest.mark.parametrize(

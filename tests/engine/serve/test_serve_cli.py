@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ import openai
 import pytest
 from attrs import frozen
 from twostroke.engine import cli
+from twostroke.engine.recording_reader import read_recording
 
 
 @frozen
@@ -153,3 +155,41 @@ def test_reading_the_arguments_needs_neither_torch_nor_a_server() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "--exit-on-fault" in done.stdout
+
+
+FAILING_STAGE = '''
+from twostroke.stages.records import Batch
+
+
+class FailsAtFive:
+    """Raises where a request has computed five tokens."""
+
+    def __call__(self, batch: Batch) -> None:
+        if 5 in batch.num_computed_tokens:
+            raise ZeroDivisionError("five")
+'''
+
+
+@pytest.mark.model
+def test_a_step_that_fails_leaves_a_recording_and_the_server_goes_on(
+    launch: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_stage.py").write_text(FAILING_STAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder = tmp_path / "failures"
+    process = launch(
+        *("--stage", "after:build_attn=failing_stage:FailsAtFive", "--max-model-len", "256"),
+        *("--record-failures", str(folder), "--redact"),
+    )
+    body = {"prompt": list(range(20, 23)), "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    assert httpx.post(f"{process.url}/v1/completions", json=body, timeout=60).status_code == 500
+    body["max_tokens"] = 2
+    assert httpx.post(f"{process.url}/v1/completions", json=body, timeout=60).status_code == 200
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end()[0] == 0
+    (path,) = folder.iterdir()
+    recording = read_recording(path)
+    assert recording.is_redacted
+    failed = recording.steps[-1].failure
+    assert failed is not None
+    assert (failed["type"], failed["error"]) == ("ZeroDivisionError", "five")

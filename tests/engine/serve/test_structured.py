@@ -87,6 +87,31 @@ def test_what_cannot_be_compiled_is_refused(constrained: openai.OpenAI, form: An
     assert refused.value.code == "invalid_grammar"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param({"guided_grammar": "root ::= root"}, id="no_text"),
+        pytest.param({"guided_grammar": 'root ::= "a" dead\ndead ::= dead'}, id="no_end"),
+        pytest.param({"guided_choice": ["a"], "min_tokens": 5}, id="min_tokens"),
+        pytest.param({"guided_choice": ["a"], "allowed_token_ids": [1]}, id="allowed_token_ids"),
+    ],
+)
+def test_what_no_text_can_be_is_the_clients_fault(constrained: openai.OpenAI, form: Any, stream: bool) -> None:
+    def ask() -> None:
+        answer = constrained.completions.create(
+            model="tiny", prompt="a", max_tokens=8, n=2, stream=stream, extra_body=form
+        )
+        for _ in answer if stream else ():
+            pass
+
+    with pytest.raises(openai.APIError) as caught:
+        ask()
+    assert caught.value.code == "unsatisfiable"
+    assert caught.value.type == "invalid_request_error"
+    assert getattr(caught.value, "status_code", 400) == 400
+
+
 def test_without_xgrammar_the_extra_is_named(
     start: Callable[..., Any], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
