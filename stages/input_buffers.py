@@ -14,30 +14,31 @@ from .specs import NULL_BLOCK, PAD_SLOT
 POSITIONS, TOKEN_INDEX, LOGITS_INDICES, SAMPLED_INDEX = 0, 1, 2, 3
 QUERY_START_LOC, SEQ_LENS = 0, 1
 
-_MOST_VIEWS = 16
+_PLACES = 16
 
 
 class Heads:
-    """Views of a tensor at a fixed address. Those of a few sizes are kept: to make one takes 1 to 2 us."""
+    """Views of a tensor at a fixed address. Each size has a place, shared with others, where it is kept.
+
+    To make a view takes 1 to 2 us.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._views = [(-1, tensor, tensor)] * _PLACES
 
     def first(self, count: int) -> torch.Tensor:
         """``tensor[:count]``."""
-        views = self._views.get(count)
-        return self._cut(count)[0] if views is None else views[0]
+        views = self._views[count % _PLACES]
+        return views[1] if views[0] == count else self._cut(count)[1]
 
     def rest(self, count: int) -> torch.Tensor:
         """``tensor[count:]``."""
-        views = self._views.get(count)
-        return self._cut(count)[1] if views is None else views[1]
+        views = self._views[count % _PLACES]
+        return views[2] if views[0] == count else self._cut(count)[2]
 
-    def _cut(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(self._views) >= _MOST_VIEWS:
-            self._views.clear()
-        views = self._views[count] = self._tensor[:count], self._tensor[count:]
+    def _cut(self, count: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        views = self._views[count % _PLACES] = count, self._tensor[:count], self._tensor[count:]
         return views
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from lazy_device import LazyDevice
 from twostroke.stages.block_table import BlockTable
-from twostroke.stages.input_buffers import BlockTableBuffer, Heads
+from twostroke.stages.device import HostDevice
+from twostroke.stages.input_buffers import BlockTableBuffer, Heads, PaddedBuffer
 from twostroke.stages.specs import NULL_BLOCK, KVCacheGroupSpec
 
 
@@ -22,6 +24,19 @@ def test_heads_and_rests_are_made_once_for_each_size() -> None:
         assert heads.rest(count).tolist() == list(range(count, 40))
     assert heads.first(3).data_ptr() == tensor.data_ptr()
     assert len(heads._views) <= 16
+
+
+@pytest.mark.parametrize("device", [HostDevice(), LazyDevice()], ids=["host", "lazy"])
+@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+def test_padding_covers_what_larger_steps_left(device: Any, shape: tuple[int, ...]) -> None:
+    buffer = PaddedBuffer(*shape, dtype=torch.int64, padding=-1, device=device, depth=3)
+    for step, count in enumerate([5, 2, 0, 8, 3, 3, 1, 7, 0, 4]):
+        buffer.turn(step)
+        buffer.pad(count)[..., :count] = 100 + step
+        buffer.flush_first(count)
+        assert (buffer.device[..., :count] == 100 + step).all()
+        assert (buffer.device[..., count:] == -1).all()
+        assert (torch.from_numpy(buffer.array)[..., count:] == -1).all()
 
 
 class Tables:
