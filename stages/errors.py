@@ -33,3 +33,7 @@ class RequestFailed(TwoStrokeError):
         self.req_id = req_id
         self.reason = reason
         super().__init__(f"request {req_id!r}: {reason}")
+
+
+class NothingToSample(RequestFailed):
+    """A request's own parameters forbid every token."""

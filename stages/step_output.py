@@ -9,7 +9,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from .device import Device, Download, HostArray
-from .errors import RequestFailed
+from .errors import NothingToSample, RequestFailed
 from .io import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 from .records import NOTHING_LEFT, IntArray, LogprobsTensors, SamplerOutput
 
@@ -85,12 +85,16 @@ class SampledDownload:
                 )
         return SampledOnHost(
             token_ids,
-            {position: RequestFailed(req_ids[position], reason) for position, reason in reasons.items()},
+            {position: _failure(req_ids[position], reason) for position, reason in reasons.items()},
             num_nans,
             _lists(self._logprobs, output.num_logprobs),
             output.logprobs_reqs,
             tuple(lists for part in self._prompt_logprobs if (lists := _lists(part, None)) is not None),
         )
+
+
+def _failure(req_id: str, reason: str) -> RequestFailed:
+    return (NothingToSample if reason is _NOTHING_LEFT else RequestFailed)(req_id, reason)
 
 
 def _lists(copies: tuple[Download, ...], num_logprobs: IntArray | None) -> LogprobsLists | None:

@@ -15,7 +15,7 @@ from .generate import Job, answer
 from .grammars import Constraint
 from .params import CHAT_NAMES, chat_params, check_common, constraint_of
 from .parsing import no_unknown_query, parsed_body
-from .prompts import chat_prompt, check_context
+from .prompts import chat_prompt, check_context, unread_fields
 from .service import Plan, Service
 from .token_texts import TokenTexts
 from .tools import ToolReader, ToolUse
@@ -45,6 +45,7 @@ async def chat_completions(request: Request) -> Response:
         plan=plan,
         shape=lambda _: ChatShape(body, tools, service.token_texts),
         param_names=CHAT_NAMES,
+        unread=unread_fields(body, service.model),
     )
     return await answer(request, service, job)
 

@@ -17,7 +17,7 @@ from .parsing import no_unknown_query, parsed_body
 from .prompts import PromptTokens, check_context, completion_prompts, num_prompts
 from .served_model import ServedModel
 from .service import Plan, Service
-from .token_texts import TokenTexts
+from .token_texts import TextLength, TokenTexts
 
 
 async def completions(request: Request) -> Response:
@@ -61,7 +61,7 @@ class CompletionShape:
         self._plan = plan
         self._model = model
         self._token_texts = token_texts
-        self._offsets: dict[int, int] = {}
+        self._written: dict[int, TextLength] = {}
 
     def choice(self, index: int, prompt: int, result: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
         """One whole choice."""
@@ -75,17 +75,16 @@ class CompletionShape:
         given = self._plan.prompts[prompt]
         text, token_ids = (output.text, output.token_ids) if self._plan.shows_output else ("", ())
         positions: Sequence[PositionLogprobs | None] = (output.logprobs or ()) if self._plan.shows_output else ()
-        is_first = index not in self._offsets
+        is_first = index not in self._written
+        written = self._written.setdefault(index, TextLength())
         if self._echo and is_first:
             text = self._prompt_text(given) + text
             if self._logprobs is not None:
                 token_ids = (*given.token_ids, *token_ids)
                 positions = (*(delta.prompt_logprobs or [None] * len(given.token_ids)), *positions)
-        offset = self._offsets.get(index, 0)
         logprobs = None
         if self._logprobs is not None:
-            logprobs, offset = self._token_texts.completion(token_ids, positions, self._logprobs, offset)
-        self._offsets[index] = offset
+            logprobs = self._token_texts.completion(token_ids, positions, self._logprobs, written)
         if not (text or output.finished or (logprobs is not None and token_ids)):
             return []
         reason = output.finish_reason if self._plan.shows_output or output.finish_reason is None else "length"

@@ -45,6 +45,8 @@ class Job:
     plan: Callable[[], Plan]
     shape: Callable[[Plan], Shape]
     param_names: Mapping[str, str]
+    unread: Sequence[str] = ()
+    """Fields beside the body's own that change nothing here."""
 
 
 async def answer(request: Request, service: Service, job: Job) -> Response:
@@ -55,7 +57,8 @@ async def answer(request: Request, service: Service, job: Job) -> Response:
         ClientGone: the client left; its requests are aborted.
     """
     deadline = Deadline.after(service.config.request_timeout_s)
-    headers = {IGNORED_HEADER: ", ".join(ignored)} if (ignored := job.body.ignored()) else {}
+    ignored = [*job.body.ignored(), *job.unread]
+    headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
     facts = request.state.facts
     request_id = request.state.request_id
 

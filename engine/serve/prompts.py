@@ -14,6 +14,10 @@ from .config import ServeConfig
 from .errors import ApiError
 from .served_model import ServedModel
 
+_PLAIN_FIELDS = ("name", "tool_call_id", "reasoning_content")
+_MESSAGE_FIELDS = (*_PLAIN_FIELDS, "tool_calls")
+_MAX_UNREAD = 32
+
 
 @frozen(eq=False)
 class PromptTokens:
@@ -66,11 +70,23 @@ def chat_prompt(
     return PromptTokens(model.require_tokenizer("messages").encode(text, add_special_tokens=has_special_tokens), text)
 
 
+def unread_fields(body: ChatBody, model: ServedModel) -> list[str]:
+    """What a conversation says and the model's chat template leaves out: names as they go into a header.
+
+    Raises:
+        ApiError: 400 if the model has no chat template.
+    """
+    variables = list(body.chat_template_kwargs or ())[:_MAX_UNREAD]
+    unread = [f"chat_template_kwargs.{ascii(name)[1:-1][:64]}" for name in variables if not model.template_reads(name)]
+    said = [name for name in _MESSAGE_FIELDS if any(getattr(message, name) for message in body.messages)]
+    return unread + [f"messages.{name}" for name in said if not model.template_reads(name)]
+
+
 def template_message(message: Message) -> dict[str, Any]:
     """A message as chat templates expect it: plain text, and the arguments of calls as objects."""
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": message.content or ""}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in _PLAIN_FIELDS:
         if (value := getattr(message, name)) is not None:
             plain[name] = value
     if message.tool_calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -72,3 +73,12 @@ class ServedModel:
             message = "messages: this model has no chat template; use /v1/completions with the prompt as text"
             raise ApiError(400, message, param="messages", code="no_chat_template")
         return self.chat_template
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template says a word; what it never names changes nothing in a prompt.
+
+        Raises:
+            ApiError: 400 if the model has none.
+        """
+        word = re.compile(rf"\b{re.escape(name)}\b")
+        return any(word.search(source) for source in self.require_chat_template().sources.values())

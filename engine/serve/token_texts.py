@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,23 @@ from ..outputs import Logprob, PositionLogprobs
 from ..tokenizer import REPLACEMENT, Tokenizer
 
 _LOWEST = -9999.0  # JSON has no infinity
+
+
+class TextLength:
+    """How many characters the bytes of a text make so far."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def add(self, data: Sequence[int]) -> int:
+        """Go on with a token's bytes; gives the offset of the character that they begin in."""
+        num_ended = len(self._decoder.decode(bytes(data[:1])))
+        is_within, _ = self._decoder.getstate()
+        # A byte that does not go on with a character ends it, though it was not complete.
+        offset = self._length + max(num_ended - (not is_within), 0)
+        self._length += num_ended + len(self._decoder.decode(bytes(data[1:])))
+        return offset
 
 
 class TokenTexts:
@@ -55,25 +73,21 @@ class TokenTexts:
         token_ids: Sequence[int],
         positions: Sequence[PositionLogprobs | None],
         count: int,
-        first_offset: int,
-    ) -> tuple[dict[str, Any], int]:
-        """``logprobs`` of a completion's choice, and where its text ends.
+        written: TextLength,
+    ) -> dict[str, Any]:
+        """``logprobs`` of a completion's choice, after what was ``written`` of it, to which its text is added.
 
-        Offsets are in characters, from ``first_offset``; a token that goes on with a character has that character's.
+        Offsets are in characters; a token that goes on with a character has that character's.
         A position of None (the first token of a prompt) has no probabilities.
         """
         texts = [self.of(token_id)[0] for token_id in token_ids]
-        offsets, end = list[int](), first_offset
-        for token_id in token_ids:
-            data = self.of(token_id)[1]
-            offsets.append(max(end - 1, 0) if data and not _begins_character(data[0]) else end)
-            end += sum(map(_begins_character, data))
+        offsets = [written.add(self.of(token_id)[1]) for token_id in token_ids]
         chosen: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         for token_id, position in zip(token_ids, positions, strict=True):
             chosen.append(None if position is None else _finite(position[token_id].logprob))
             tops.append(None if position is None else self._top(token_id, position, count))
-        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}, end
+        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, token_id: int, position: PositionLogprobs, count: int) -> dict[str, float]:
         """The ``count`` most likely, and the chosen one."""
@@ -85,11 +99,6 @@ class TokenTexts:
     def _chat_token(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
         text, data = self.of(token_id)
         return {"token": text, "logprob": _finite(logprob.logprob), "bytes": data}
-
-
-def _begins_character(byte: int) -> bool:
-    """Whether a byte of UTF-8 is the first of its character."""
-    return byte & 0xC0 != 0x80
 
 
 def _finite(value: float) -> float:

@@ -1,6 +1,6 @@
 """Structured output: requests whose text follows a JSON schema, a regular expression, a choice or a grammar."""
 
-from .book import CompiledGrammar, GrammarBook, GrammarRejected
+from .book import CompiledGrammar, GrammarBook, GrammarRejected, GrammarTooSlow
 from .spec import GrammarSpec, InvalidGrammar, StructuredOutputMissing
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "GrammarBook",
     "GrammarRejected",
     "GrammarSpec",
+    "GrammarTooSlow",
     "InvalidGrammar",
     "StructuredOutputMissing",
 ]

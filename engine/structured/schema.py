@@ -26,6 +26,10 @@ _NEEDS_TYPE = (
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "minLength", "maxLength", "pattern", "format",
 )  # fmt: skip
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# The compiler's own lets numbers begin with zeros.
+_IPV4_PART = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_FORMATS = {"ipv4": rf"{_IPV4_PART}(\.{_IPV4_PART}){{3}}"}
 _OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
 _CONSTRAINTS = frozenset(
     (*_NEEDS_TYPE, "type", "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
@@ -83,6 +87,8 @@ class _Checker:
                 result[name] = self.checked(found, f"{path}/{name}", depth - 1)
         if "array" in types_of(schema) and not {"items", "prefixItems"} & schema.keys():
             result["items"] = True  # else the compiler takes limits to be about nothing
+        if isinstance(found := schema.get("format"), str) and found in _FORMATS:
+            result["pattern"] = _FORMATS[result.pop("format")]
         return result | _with_patterns(result, path)
 
     def _check_branches(self, schema: Mapping[str, Any], path: str) -> None:
@@ -129,6 +135,9 @@ def _check_keywords(schema: Mapping[str, Any], path: str) -> None:
             raise _refused(path, f"has the key {name!r:.80}, which is no string")
         if name in _NOT_ENFORCED:
             raise _refused(f"{path}/{name}", f"is not supported; {_NOT_ENFORCED[name]}")
+    for name in _COUNTS:
+        if isinstance(count := schema.get(name), int | float) and count < 0:
+            raise _refused(f"{path}/{name}", f"must be 0 or more, got {count!r:.80}")
     if schema.get("uniqueItems"):
         raise _refused(f"{path}/uniqueItems", "is not supported; leave it out and check for it afterwards")
     types = types_of(schema)

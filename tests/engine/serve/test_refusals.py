@@ -15,6 +15,7 @@ from twostroke.engine.serve.config import InvalidServeConfig, ServeConfig
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 NAMED_G = {"type": "function", "function": {"name": "g"}}
+CALL = {"function": {"name": "f", "arguments": "{}"}}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 BAD: list[tuple[str, Any, str | None, str]] = [
@@ -153,6 +154,21 @@ def test_fields_that_change_nothing_are_named_in_a_header(http: httpx.Client) ->
     answer = http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, "user": "me", "metadata": {"a": 1}})
     assert answer.headers["x-twostroke-ignored"] == "user, metadata"
     assert "x-twostroke-ignored" not in http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"\u00e9\u0144": 1}}, "chat_template_kwargs.\\xe9\\u0144"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b", "reasoning_content": ""}]}, "messages.name"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL]}], "user": "me"}, "user"),
+    ],
+)
+def test_what_the_chat_template_leaves_out_is_named(http: httpx.Client, fields: Any, ignored: str) -> None:
+    answer = http.post(CHATS, json={**CHAT, "max_tokens": 1, **fields})
+    assert answer.status_code == 200
+    assert answer.headers.get("x-twostroke-ignored") == ignored
 
 
 def test_a_body_must_say_that_it_is_json_and_be_small_enough(http: httpx.Client) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from twostroke.engine.serve.token_texts import TextLength
 
+CUT_CHARACTERS = [("c3", "a9", [0, 0, 1]), ("c3", "61", [0, 1, 2]), ("e2", "c3", [0, 1, 2])]
 PARAMETERS = st.fixed_dictionaries(
     {"seed": st.integers(0, 2**63)},
     optional={
@@ -145,3 +147,10 @@ def test_a_model_without_a_chat_template(start: Callable[..., Any], stack: ExitS
         answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_chat_template")
         assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_offsets_hold_where_bytes_make_no_character() -> None:
+    for first, second, offsets in CUT_CHARACTERS:
+        written, tokens = TextLength(), [bytes.fromhex(first), bytes.fromhex(second), b"b"]
+        assert [written.add(list(token)) for token in tokens] == offsets
+        assert b"".join(tokens).decode(errors="replace")[offsets[-1]] == "b"

@@ -62,6 +62,11 @@ def accepts(book: GrammarBook, spec: GrammarSpec, text: str) -> bool:
         (GrammarSpec(grammar='root ::= "(" root ")" | ""'), ["", "()", "(())"], ["(", "())"]),
         (GrammarSpec(json_schema={"enum": ["a", 1, None]}), ['"a"', "1", "null"], ["2", "a"]),
         (GrammarSpec(json_schema={"type": "string", "maxLength": 2}), ['"é1"', '""'], ['"abc"', '"\t"', '"\n"']),
+        (
+            GrammarSpec(json_schema={"type": "string", "format": "ipv4"}),
+            ['"0.10.255.1"', '"192.168.0.249"'],
+            ['"1.2.3.04"', '"256.1.1.1"', '"1.2.3"', '"1.2.3.4.5"', '"1x2x3x4"'],
+        ),
         (GrammarSpec(json_schema={"type": "array", "minItems": 1}), ["[1, true]"], ["[]"]),
         (GrammarSpec(json_schema={}), ["1", "{}", '"x"', "[null]"], ["x"]),
     ],

@@ -103,6 +103,8 @@ KINDS = [{"type": "object", "properties": {"kind": {"const": kind}}, "required":
         ({**OBJECT, "dependentRequired": {"a": ["b"]}}, "/dependentRequired"),
         ({"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}, "/$defs/x/not"),
         ({"minimum": 5}, "/minimum"),
+        ({"type": "string", "maxLength": -1}, "/maxLength"),
+        ({"type": "array", "items": {"type": "array", "minItems": -1}}, "/items/minItems"),
         ({"type": "number", "multipleOf": 0.5}, "/multipleOf"),
         ({"type": "string", "pattern": "a", "minLength": 2}, "/minLength"),
         ({"type": "string", "format": "date", "pattern": "a"}, "/pattern"),
