@@ -16,6 +16,7 @@ from .attention.paged_cpu import PagedCPUBackend
 from .config import EngineConfig
 from .graphs import ClosureGraphRunner, EagerRunner
 from .models import Decoder
+from .models.compiled import CompiledModel
 from .models.invariant import InvariantModel
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def kernels_for(model: Model, config: EngineConfig, device: Device) -> Kernels:
     graphs = EagerRunner() if config.cudagraph_mode == "NONE" else ClosureGraphRunner()
     if config.batch_invariant:
         return Kernels(model=InvariantModel(model), attention=InvariantCPUBackend(), graphs=graphs)
+    if config.compile:
+        model = CompiledModel(model)
     return Kernels(model=model, attention=PagedCPUBackend(), graphs=graphs)
 
 

@@ -49,6 +49,8 @@ class EngineConfig:
     ``stages`` are put in place when the runner is built: pairs of a stage's name (or ``after:NAME``, ``before:NAME``)
     and what :func:`~twostroke.engine.plugins.load_stage` takes.
     ``batch_invariant`` gives a request bit-equal logits alone and in any batch, chunking and padding, for more time.
+    ``compile`` has ``torch.compile`` compile the decoder's pieces on a CPU while the first steps run: some 40 s, for
+    no gain in decode.
     """
 
     model: str = "smollm2"
@@ -72,6 +74,7 @@ class EngineConfig:
     seed: int = 0
     stages: tuple[tuple[str, str], ...] = field(default=(), converter=_pairs)
     batch_invariant: bool = False
+    compile: bool = False
 
     def resolve(
         self, spec: ModelSpec, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32

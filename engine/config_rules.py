@@ -84,6 +84,11 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
         )
     if config.batch_invariant and device.type != "cpu":
         raise InvalidConfig("batch_invariant has kernels for a CPU only; use device='cpu' with it")
+    if config.compile and device.type != "cpu":
+        raise InvalidConfig(
+            f"compile=True is for a CPU only, and the model lies on {device}, where its pieces are kernels already; "
+            "leave compile=False"
+        )
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -108,9 +113,14 @@ def _check_values(config: EngineConfig) -> None:
     share = config.gpu_memory_utilization
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise InvalidConfig(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
-    for name in ("enable_prefix_caching", "async_scheduling", "batch_invariant"):
+    for name in ("enable_prefix_caching", "async_scheduling", "batch_invariant", "compile"):
         if not isinstance(getattr(config, name), bool):
             raise InvalidConfig(f"{name} must be True or False, got {getattr(config, name)!r}")
+    if config.compile and config.batch_invariant:
+        raise InvalidConfig(
+            "compile=True and batch_invariant=True exclude each other: compiled pieces add up in an order that depends "
+            "on the number of rows; choose one"
+        )
     if config.seed >= 2**64:
         raise InvalidConfig(f"seed must fit 64 bits, got {config.seed}")
     if config.attention_backend not in _ATTENTION_BACKENDS:

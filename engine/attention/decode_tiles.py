@@ -86,10 +86,11 @@ def _with_room(slots: IntArray) -> IntArray:
 
 @frozen(eq=False)
 class _Kept:
-    """The tiles of one sliding window (None for none), and how they lie in the batch."""
+    """The tiles of one sliding window (None for none), and how they lie in the batch, as in a :class:`Tiling`."""
 
     tiles: tuple[_GrowingTile, ...]
-    tiling: Tiling
+    ranges: tuple[slice, ...]
+    order: torch.Tensor | None
 
 
 class HostArrays:
@@ -144,7 +145,7 @@ class DecodeTiles:
         """Let the tiling of a window grow with the steps that follow."""
         if window is None or int(self._lens.max()) <= window:
             tiles = tuple(_GrowingTile.of(tile, self._lens) for tile in tiling.tiles)
-            self._kept[window] = _Kept(tiles, tiling)
+            self._kept[window] = _Kept(tiles, tiling.ranges, tiling.order)
 
     def follow(self, batch: AttentionBatch) -> bool:
         """Go on to ``batch`` if it follows; else nothing is changed and a new object is needed."""
@@ -192,4 +193,4 @@ class DecodeTiles:
             del self._kept[window]
             return None
         tiles = tuple(tile.grow(new_slots) for tile in kept.tiles)
-        return Tiling(tiles, kept.tiling.ranges, kept.tiling.order)
+        return Tiling(tiles, kept.ranges, kept.order)

@@ -111,6 +111,10 @@ class Decoder:
         fill(self.parameters, weights, allow_missing=allow_missing)
         self.weights.refresh_copies()
 
+    def refresh_stale_copies(self) -> None:
+        """Bring copies of weights that were written in place up to date: what compiled pieces need before they run."""
+        self.weights.refresh_stale_copies()
+
     def forward(self, inputs: ModelInputs, context: ForwardContext) -> torch.Tensor:
         """Hidden states ``[num_tokens, hidden]`` after the final norm; embeddings are taken before token ids."""
         if inputs.inputs_embeds is not None:

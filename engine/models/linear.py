@@ -11,16 +11,20 @@ WIDE = 1024
 BLOCK = 512
 MOST_BLOCKED_ROWS = 256
 
-# Up to this many rows a product is bound by reading the weight, which is 1.7 times as fast input after input.
+# Up to this many rows a product is bound by reading the weight, which is 1.3 to 2 times as fast input after input, if
+# it has more outputs than COPIED and COPIED_RATIO times as many as inputs; others gain nothing or lose.
 MOST_COPY_ROWS = 3
+COPIED = 768
+COPIED_RATIO = 1.5
 
 
 class Linear:
     """``x @ weight.T + bias`` for ``x`` ``[num_rows, in]``, ``weight`` ``[out, in]`` and ``bias`` ``[out]`` or None.
 
-    With ``keep_transposed`` a wide weight is kept a second time, ``[in, out]``, for a few rows. That copy is made
-    by :meth:`refresh`, and made again before it is used when the weight was written in place since. Writes that
-    torch does not count (through ``weight.data``, or into its storage) need a call of :meth:`refresh`.
+    With ``keep_transposed`` a weight that gains by it (:func:`gains_by_copy`) is kept a second time, ``[in, out]``, for
+    a few rows. That copy is made by :meth:`refresh`, and made again before it is used when the weight was written in
+    place since. Writes that torch does not count (through ``weight.data``, or into its storage) need a call of
+    :meth:`refresh`. Compiled code does not look for writes: :meth:`refresh_if_stale` comes before it.
     """
 
     def __init__(
@@ -30,7 +34,7 @@ class Linear:
         self.bias = bias
         self._is_blocked = is_wide(weight)
         self.transposed: torch.Tensor | None = None
-        if keep_transposed and self._is_blocked:
+        if keep_transposed and gains_by_copy(weight):
             with torch.inference_mode(False):  # or it could not be written outside of inference mode
                 self.transposed = weight.new_empty(weight.shape[1], weight.shape[0])
         self._copied_version = -1
@@ -38,11 +42,12 @@ class Linear:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The product ``[num_rows, out]``, in new memory."""
         num_rows = rows.shape[0]
+        is_compiling = torch.compiler.is_compiling()
         if self.transposed is not None and num_rows <= MOST_COPY_ROWS:
-            if self._copied_version != self.weight._version:
-                self.refresh()
+            if not is_compiling:
+                self.refresh_if_stale()
             return rows @ self.transposed if self.bias is None else torch.addmm(self.bias, rows, self.transposed)
-        if self._is_blocked and 1 < num_rows <= MOST_BLOCKED_ROWS:
+        if self._is_blocked and not is_compiling and 1 < num_rows <= MOST_BLOCKED_ROWS:
             return self._in_blocks(rows)
         return F.linear(rows, self.weight, self.bias)
 
@@ -51,6 +56,11 @@ class Linear:
         if self.transposed is not None:
             self.transposed.copy_(self.weight.t())
             self._copied_version = self.weight._version
+
+    def refresh_if_stale(self) -> None:
+        """Copy the weight again if it was written in place since."""
+        if self._copied_version != self.weight._version:
+            self.refresh()
 
     def _in_blocks(self, rows: torch.Tensor) -> torch.Tensor:
         product = rows.new_empty(rows.shape[0], self.weight.shape[0])
@@ -61,4 +71,14 @@ class Linear:
 
 def is_wide(weight: torch.Tensor) -> bool:
     """Whether products with this weight are worth more than one plain call: wide, float32 and on a CPU."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.shape[0] > WIDE
+    return _is_plain(weight) and weight.shape[0] > WIDE
+
+
+def gains_by_copy(weight: torch.Tensor) -> bool:
+    """Whether a transposed copy of this weight is read faster: float32, on a CPU, and much wider than long."""
+    num_outputs, num_inputs = weight.shape
+    return _is_plain(weight) and num_outputs > COPIED and num_outputs >= COPIED_RATIO * num_inputs
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -9,7 +9,7 @@ from attrs import asdict, frozen
 
 from .decoder_config import DecoderConfig
 from .errors import WeightsError
-from .linear import Linear, is_wide
+from .linear import Linear, gains_by_copy
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -140,6 +140,12 @@ class DecoderWeights:
         for linear in self.linears.values():
             linear.refresh()
 
+    def refresh_stale_copies(self) -> None:
+        """The same, where the weight was written in place since."""
+        for linear in self.linears.values():
+            if linear.transposed is not None:
+                linear.refresh_if_stale()
+
 
 def _linears(layers: tuple[LayerWeights, ...], lm_head: torch.Tensor) -> dict[str, Linear]:
     parts: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {"lm_head": (lm_head, None)}
@@ -148,7 +154,7 @@ def _linears(layers: tuple[LayerWeights, ...], lm_head: torch.Tensor) -> dict[st
         parts[f"layers.{index}.output"] = layer.output, layer.output_bias
         parts[f"layers.{index}.gate_up"] = layer.gate_up, layer.gate_up_bias
         parts[f"layers.{index}.down"] = layer.down, layer.down_bias
-    copied = sum(weight.nbytes for weight, _ in parts.values() if is_wide(weight)) <= MOST_COPY_BYTES
+    copied = sum(weight.nbytes for weight, _ in parts.values() if gains_by_copy(weight)) <= MOST_COPY_BYTES
     return {name: Linear(weight, bias, keep_transposed=copied) for name, (weight, bias) in parts.items()}
 
 

@@ -3,13 +3,15 @@
     python examples/benchmarks/cpu_offline.py --threads 1
     OMP_WAIT_POLICY=passive python examples/benchmarks/cpu_offline.py --threads 2
     python examples/benchmarks/cpu_offline.py --quick
+    python examples/benchmarks/cpu_offline.py --quick --compile
 
 32 requests with random prompts of 16 to 128 tokens and 16 to 64 greedy outputs; then one of 32 and 64. Every contender
 runs in the same process with the same weights, one after the other, again and again; the table shows medians. Peers are
 ``generate`` (one static batch, padded on the left: it runs until its longest request ends) and transformers' continuous
 batching. "linear layers alone" is the ceiling: the very steps that the scheduler made, with nothing but
-the products of rows with weights. With two threads the engine is measured with one as well. Idle threads of OpenMP
-spin by default, which hurts when the cores are shared; hence the wait policy.
+the products of rows with weights. With --compile the engine runs a second time with ``compile=True``, and what its
+compilation took (the first round less a later one) is printed. With two threads the engine is measured with one as
+well. Idle threads of OpenMP spin by default, which hurts when the cores are shared; hence the wait policy.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from twostroke.engine import build_runner as build
 from twostroke.stages.records import Batch, PreparedInputs
 
 Tokens = list[list[int]]
+COMPILED, ONE_THREAD = "twostroke, compiled", "twostroke, one thread"
 Step = tuple[int, int]
 """Rows that a step sends through the layers, and rows that it sends through the head."""
 
@@ -60,10 +63,11 @@ class Workload:
 class Engine:
     """This engine, through its runner and its scheduler, driven by the calling thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiled: bool = False) -> None:
         config = EngineConfig(
             model="smollm2",
             device="cpu",
+            compile=compiled,
             dtype="float32",
             max_model_len=256,
             max_num_seqs=32,
@@ -192,7 +196,7 @@ class Contender:
     serve: Callable[[Workload], object]
 
 
-def contenders(num_threads: int, with_continuous: bool) -> list[Contender]:
+def contenders(num_threads: int, *, with_continuous: bool, with_compiled: bool = False) -> list[Contender]:
     """All of them, in the order of one round. The ceiling follows the engine, whose last schedule it repeats."""
     engine = Engine()
     other = HuggingFace(engine.loaded)
@@ -203,53 +207,102 @@ def contenders(num_threads: int, with_continuous: bool) -> list[Contender]:
     ]
     if with_continuous:
         chosen.insert(1, Contender("continuous batching", num_threads, other.continuous))
+    if with_compiled:
+        chosen.append(Contender(COMPILED, num_threads, Engine(compiled=True).run))
     if num_threads > 1:
-        chosen.append(Contender("twostroke, one thread", 1, engine.run))
+        chosen.append(Contender(ONE_THREAD, 1, engine.run))
     return chosen
 
 
-def agreement(workload: Workload, tokens: Mapping[str, Tokens]) -> str:
-    """How many requests got the very same tokens from the engine and from its peers."""
-    ours, parts = tokens["twostroke"], list[str]()
-    for name in tokens.keys() - {"twostroke"}:
-        same = sum(mine == theirs for mine, theirs in zip(ours, tokens[name], strict=True))
-        parts.append(f"{same} of {len(workload.prompts)} requests equal to {name}")
-    return "; ".join(sorted(parts))
+@frozen
+class Results:
+    """What a workload took: every contender's first round, the medians of the others, and its tokens."""
+
+    workload: Workload
+    num_rounds: int
+    first: Mapping[str, Timing]
+    medians: Mapping[str, Timing]
+    tokens: Mapping[str, Tokens]
+
+    def speed(self, name: str) -> float:
+        """Output tokens a second on the wall."""
+        return self.workload.num_outputs / self.medians[name].wall
+
+    def ratio(self, name: str, peer: str = "generate") -> float:
+        """How many times as fast as a peer, on the wall."""
+        return self.medians[peer].wall / self.medians[name].wall
+
+    def processor_ratio(self, name: str, peer: str = "generate") -> float:
+        """The same in time of the processor, which others on the machine disturb less."""
+        return self.medians[peer].processor / self.medians[name].processor
+
+    def agreement(self) -> str:
+        """How many requests got the very same tokens from the engine and from its peers."""
+        ours, parts = self.tokens["twostroke"], list[str]()
+        for name in self.tokens.keys() - {"twostroke", ONE_THREAD}:
+            same = sum(mine == theirs for mine, theirs in zip(ours, self.tokens[name], strict=True))
+            parts.append(f"{same} of {len(ours)} requests equal to {name}")
+        return "; ".join(sorted(parts))
 
 
-def measure(workload: Workload, chosen: Sequence[Contender], repeats: int) -> None:
-    """Rounds of all contenders, the first one uncounted, and their table."""
+def measure(workload: Workload, chosen: Sequence[Contender], repeats: int) -> Results:
+    """Rounds of all contenders, the first one uncounted."""
     timings: dict[str, list[Timing]] = {contender.name: [] for contender in chosen}
     tokens: dict[str, Tokens] = {}
-    for repeat in range(repeats + 1):
+    for _ in range(repeats + 1):
         for contender in chosen:
             torch.set_num_threads(contender.num_threads)
             served: list[object] = []
             timing = Timing.of(lambda contender=contender, served=served: served.append(contender.serve(workload)))
-            if repeat:
-                timings[contender.name].append(timing)
+            timings[contender.name].append(timing)
             if isinstance(served[0], list):
                 tokens[contender.name] = served[0]
+    medians = {
+        name: Timing(median(run.wall for run in runs[1:]), median(run.processor for run in runs[1:]))
+        for name, runs in timings.items()
+    }
+    return Results(workload, repeats, {name: runs[0] for name, runs in timings.items()}, medians, tokens)
+
+
+def report(results: Results) -> None:
+    """Print the table of a workload."""
+    workload, medians = results.workload, results.medians
     print(
         f"\n{workload.name}: {len(workload.prompts)} requests, {sum(map(len, workload.prompts))} prompt tokens, "
-        f"{workload.num_outputs} outputs; medians of {repeats}"
+        f"{workload.num_outputs} outputs; medians of {results.num_rounds}"
     )
     print(f"{'':24}{'tokens/s':>10}{'ratio':>8}{'tokens/CPU s':>14}{'ratio':>8}")
-    walls = {name: median(timing.wall for timing in runs) for name, runs in timings.items()}
-    processors = {name: median(timing.processor for timing in runs) for name, runs in timings.items()}
-    for name in timings:
-        wall, processor = walls[name], processors[name]
+    for name, timing in medians.items():
         print(
-            f"{name:24}{workload.num_outputs / wall:10.1f}{walls['generate'] / wall:8.2f}"
-            f"{workload.num_outputs / processor:14.1f}{processors['generate'] / processor:8.2f}"
+            f"{name:24}{results.speed(name):10.1f}{results.ratio(name):8.2f}"
+            f"{workload.num_outputs / timing.processor:14.1f}{results.processor_ratio(name):8.2f}"
         )
     print(
-        f"twostroke takes {walls['twostroke'] / walls['linear layers alone']:.2f} times as long as its linear layers "
-        f"alone ({processors['twostroke'] / processors['linear layers alone']:.2f} in CPU time)"
+        f"twostroke takes {results.ratio('linear layers alone', 'twostroke'):.2f} times as long as its linear layers "
+        f"alone ({results.processor_ratio('linear layers alone', 'twostroke'):.2f} in CPU time)"
     )
-    if "twostroke, one thread" in walls:
-        print(f"and is {walls['twostroke, one thread'] / walls['twostroke']:.2f} times as fast as with one thread")
-    print(agreement(workload, {name: rows for name, rows in tokens.items() if "thread" not in name}))
+    if COMPILED in medians:
+        print(
+            f"compiled it is {results.ratio(COMPILED, 'twostroke'):.2f} times as fast "
+            f"({results.processor_ratio(COMPILED, 'twostroke'):.2f} in CPU time); its compilation took "
+            f"{results.first[COMPILED].wall - medians[COMPILED].wall:.1f} s of the first round"
+        )
+    if ONE_THREAD in medians:
+        print(f"and is {results.ratio('twostroke', ONE_THREAD):.2f} times as fast as with one thread")
+    print(results.agreement())
+
+
+def workloads(*, quick: bool) -> tuple[Workload, ...]:
+    """The batch and the single stream."""
+    if quick:
+        return (
+            Workload.random("offline", 8, (16, 64), (8, 16)),
+            Workload.random("single stream", 1, (32, 32), (16, 16)),
+        )
+    return (
+        Workload.random("offline", 32, (16, 128), (16, 64)),
+        Workload.random("single stream", 1, (32, 32), (64, 64)),
+    )
 
 
 def main() -> None:
@@ -258,25 +311,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--repeats", type=int, default=3, help="counted rounds")
     parser.add_argument("--quick", action="store_true", help="a small workload, one round, no continuous batching")
+    parser.add_argument("--compile", action="store_true", help="the engine with compile=True as well")
     chosen = parser.parse_args()
     transformers.logging.set_verbosity_error()
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, {chosen.threads} of {os.cpu_count()} "
         f"cores, load before {os.getloadavg()[0]:.1f}"
     )
-    if chosen.quick:
-        workloads = [
-            Workload.random("offline", 8, (16, 64), (8, 16)),
-            Workload.random("single stream", 1, (32, 32), (16, 16)),
-        ]
-    else:
-        workloads = [
-            Workload.random("offline", 32, (16, 128), (16, 64)),
-            Workload.random("single stream", 1, (32, 32), (64, 64)),
-        ]
-    everyone = contenders(chosen.threads, not chosen.quick)
-    for workload in workloads:
-        measure(workload, everyone, 1 if chosen.quick else chosen.repeats)
+    everyone = contenders(chosen.threads, with_continuous=not chosen.quick, with_compiled=chosen.compile)
+    for workload in workloads(quick=chosen.quick):
+        report(measure(workload, everyone, 1 if chosen.quick else chosen.repeats))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from twostroke.engine.models import random_model, tiny_config
-from twostroke.engine.models.linear import BLOCK, MOST_BLOCKED_ROWS, MOST_COPY_ROWS, WIDE, Linear
+from twostroke.engine.models.linear import BLOCK, COPIED, MOST_BLOCKED_ROWS, MOST_COPY_ROWS, WIDE, Linear
 from twostroke.engine.models.norm import RMSNorm
 from twostroke.engine.models.weights import MOST_COPY_BYTES
 
@@ -23,7 +23,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, MOST_COPY_ROWS, MOST_COPY_ROWS + 1, 33, MOST_BLOCKED_ROWS + 1])
-@pytest.mark.parametrize("size", [WIDE, WIDE + 1, 3 * BLOCK, 3 * BLOCK + 7])
+@pytest.mark.parametrize("size", [COPIED, WIDE, WIDE + 1, 3 * BLOCK, 3 * BLOCK + 7])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("keep_transposed", [False, True])
 def test_every_kernel_gives_the_plain_product(num_rows: int, size: int, has_bias: bool, keep_transposed: bool) -> None:
@@ -32,13 +32,15 @@ def test_every_kernel_gives_the_plain_product(num_rows: int, size: int, has_bias
     torch.testing.assert_close(linear(rows), F.linear(rows, weight, bias), atol=1e-5, rtol=1e-5)
 
 
-def test_only_wide_float32_weights_are_copied() -> None:
-    assert Linear(random(WIDE, 8), keep_transposed=True).transposed is None
-    assert Linear(random(WIDE + 1, 8).bfloat16(), keep_transposed=True).transposed is None
-    assert Linear(random(WIDE + 1, 8)).transposed is None
-    copy = Linear(random(WIDE + 1, 8), keep_transposed=True).transposed
-    assert copy is not None
-    assert copy.shape == (8, WIDE + 1)
+def test_only_float32_weights_much_wider_than_long_are_copied() -> None:
+    assert Linear(random(COPIED, 8), keep_transposed=True).transposed is None
+    assert Linear(random(COPIED + 1, 8).bfloat16(), keep_transposed=True).transposed is None
+    assert Linear(random(COPIED + 1, 8)).transposed is None
+    assert Linear(random(960, 641), keep_transposed=True).transposed is None
+    for shape in ((COPIED + 1, 8), (960, 640)):
+        copy = Linear(random(*shape), keep_transposed=True).transposed
+        assert copy is not None
+        assert copy.shape == shape[::-1]
 
 
 @pytest.mark.parametrize("inference", [False, True])
