@@ -301,8 +301,9 @@ def test_stopping_twice_stops_at_once(braked: Callable[..., Any]) -> None:
 
 
 def test_the_log_has_a_line_a_request(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "abc", "max_tokens": 2, "ignore_eos": True}
     with caplog.at_level("INFO", logger="twostroke.engine.serve"):
-        http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers={"x-request-id": "mine-1"})
+        http.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
     (line,) = [record for record in caplog.records if getattr(record, "facts", {}).get("request_id") == "mine-1"]
     facts = line.facts  # pyright: ignore[reportAttributeAccessIssue]
     assert (facts["method"], facts["path"], facts["status"]) == ("POST", "/v1/completions", 200)
