@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...stages.io import GrammarOutput
@@ -19,7 +18,7 @@ from ...stages.records import (
 )
 from ...stages.sample import Sample, score
 from ...stages.sampling.columns import Feature, SamplingColumns
-from ...stages.sampling.step import RowParameters, SamplingStep, TokenHistory
+from ...stages.sampling.step import RowParameters, SamplingStep, TokenHistory, to_device
 from ..kernels.sampling import DrawParams, choose_tokens
 from .graphs import CudaGraphRunner
 
@@ -66,7 +65,7 @@ class CudaSample:
         for rows in (None, torch.zeros(1, dtype=torch.int64, device=self._device)):
             count = 2 if rows is None else 1
             choose_tokens(logits, self._draw_params(count, lengths[1 : 1 + count]), rows)
-        _ = lengths[_to_device(np.zeros(1, dtype=np.int64), self._device)]
+        _ = lengths[to_device(np.zeros(1, dtype=np.int64), self._device)]
 
     def __call__(
         self,
@@ -98,13 +97,13 @@ class CudaSample:
         elif is_all:
             chosen = choose_tokens(state.logits, self._draw_params(count, inputs.seq_lens))
         else:
-            lengths = inputs.seq_lens[_to_device(sampling, self._device)]
-            wanted = _to_device(inputs.sampling_logits, self._device)
+            lengths = inputs.seq_lens[to_device(sampling, self._device)]
+            wanted = to_device(inputs.sampling_logits, self._device)
             chosen = choose_tokens(state.logits, self._draw_params(count, lengths), wanted)
         tokens, health = (part[:count] for part in chosen)
         if not parameters.active & int(Feature.LOGPROBS):
             return SamplerOutput(tokens, health=health)
-        raw = state.logits[:count] if is_all else state.logits[_to_device(inputs.sampling_logits, self._device)]
+        raw = state.logits[:count] if is_all else state.logits[to_device(inputs.sampling_logits, self._device)]
         logprobs, logprobs_reqs, num_logprobs = score(raw, tokens, SamplingStep.of(parameters, self._table))
         return SamplerOutput(
             tokens, health=health, logprobs=logprobs, logprobs_reqs=logprobs_reqs, num_logprobs=num_logprobs
@@ -145,10 +144,5 @@ class CudaSample:
         is_random = (params["flags"] & int(Feature.RANDOM)) > 0
         temperatures = np.where(is_random, params["temperature"], np.float32(0))
         seeds = np.ascontiguousarray(params["seed"]).view(np.int32).reshape(-1, 2).T  # little-endian: low, high
-        self._temperatures[:count].copy_(_to_device(temperatures, self._device))
-        self._seeds[:, :count].copy_(_to_device(seeds, self._device))
-
-
-def _to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        self._temperatures[:count].copy_(to_device(temperatures, self._device))
+        self._seeds[:, :count].copy_(to_device(seeds, self._device))

@@ -95,8 +95,11 @@ class SamplingStep:
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A host array on the device; on a CPU the two share memory."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    """A host array on the device, by way of pinned memory; on a CPU the two share memory."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda" and host.numel():
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def repeated(positions: IntArray, parts: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
