@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from attrs import frozen
@@ -80,6 +81,22 @@ class Captured:
         return sum(tensor.nbytes for tensor in owned)
 
 
+class CapturedPiece(Protocol):
+    """A piece that was captured. ``inputs`` are arguments that a replay is given by copy; None where it reads them."""
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """One for each argument."""
+        ...
+
+    def replay(self) -> ForwardOutput:
+        """Run it again over what it was captured with."""
+        ...
+
+
+Piece = TypeVar("Piece", bound=CapturedPiece)
+
+
 class ClosureGraphRunner:
     """The CPU stand-in for CUDA graphs: what a replay reads is what was captured, not what it is called with.
 
@@ -106,7 +123,7 @@ class ClosureGraphRunner:
             output = static_copy(forward(inputs, EAGER_SEGMENTS))
             self._full[key] = Captured(forward, (inputs, EAGER_SEGMENTS), (), output)
         else:
-            recorder = _CapturingSegments(inputs)
+            recorder = _CapturingClosures(inputs)
             output = forward(inputs, recorder)
             self._pieces[key, ubatch] = recorder.pieces
         self.captured.add(key)
@@ -129,7 +146,7 @@ class ClosureGraphRunner:
         pieces = self._pieces.get((key, ubatch))
         if pieces is None:
             raise GraphNotCaptured(key, self.captured.reason)
-        return forward(inputs, _ReplayingSegments(key, pieces))
+        return forward(inputs, ReplayingSegments(key, pieces))
 
     def drop(self, reason: str) -> None:
         """Forget all graphs."""
@@ -147,11 +164,11 @@ class ClosureGraphRunner:
         )
 
 
-class _CapturingSegments(SegmentRunner):
-    """Runs each piece over static inputs and keeps it."""
+class CapturingSegments(SegmentRunner, ABC, Generic[Piece]):
+    """Runs each piece over static inputs and keeps it; how it is kept differs by runner."""
 
     def __init__(self, inputs: ModelInputs) -> None:
-        self.pieces: dict[int, Captured] = {}
+        self.pieces: dict[int, Piece] = {}
         fixed = (inputs.input_ids, inputs.positions, inputs.inputs_embeds, *inputs.extras.values())
         self._fixed = {address_of(tensor) for tensor in fixed if isinstance(tensor, torch.Tensor)}
 
@@ -159,27 +176,52 @@ class _CapturingSegments(SegmentRunner):
         """Capture ``piece`` as graph ``index``."""
         if index in self.pieces:
             raise GraphError(f"piece {index} is run twice in one forward; number the pieces in order")
-        for argument in args:
+        copies: list[torch.Tensor | None] = []
+        for position, argument in enumerate(args):
             if not isinstance(argument, torch.Tensor | None):
                 raise GraphError(
                     f"piece {index} takes a {type(argument).__name__}; pieces take and return tensors only"
                 )
-        copies = tuple(
-            argument.clone() if argument is not None and address_of(argument) not in self._fixed else None
-            for argument in args
-        )
+            if argument is None or address_of(argument) in self._fixed:
+                copies.append(None)
+            else:
+                copies.append(self.static_input(position, argument))
         arguments = tuple(given if static is None else static for given, static in zip(args, copies, strict=True))
-        output = static_copy(piece(*arguments))
+        self.pieces[index], output = self.keep(piece, arguments, tuple(copies))
         # The next pieces may take this one's results as they are: those addresses are fixed from now on.
         self._fixed.update(address_of(tensor) for tensor in tensors_of(output))
-        self.pieces[index] = Captured(piece, arguments, copies, output)
         return output
 
+    @abstractmethod
+    def static_input(self, position: int, given: torch.Tensor) -> torch.Tensor:
+        """A copy of argument ``position`` that replays write into."""
+        ...
 
-class _ReplayingSegments(SegmentRunner):
+    @abstractmethod
+    def keep(
+        self, piece: Callable[..., Any], arguments: tuple[Any, ...], copies: tuple[torch.Tensor | None, ...]
+    ) -> tuple[Piece, ForwardOutput]:
+        """Run a piece: what is kept of it, and its result."""
+        ...
+
+
+class _CapturingClosures(CapturingSegments[Captured]):
+    """Keeps the closures themselves."""
+
+    def static_input(self, position: int, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    def keep(
+        self, piece: Callable[..., Any], arguments: tuple[Any, ...], copies: tuple[torch.Tensor | None, ...]
+    ) -> tuple[Captured, ForwardOutput]:
+        output = static_copy(piece(*arguments))
+        return Captured(piece, arguments, copies, output), output
+
+
+class ReplayingSegments(SegmentRunner):
     """Replays each piece, taking in by copy what does not lie in a fixed buffer."""
 
-    def __init__(self, key: GraphKey, pieces: dict[int, Captured]) -> None:
+    def __init__(self, key: GraphKey, pieces: Mapping[int, CapturedPiece]) -> None:
         self._key = key
         self._pieces = pieces
 

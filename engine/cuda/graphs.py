@@ -17,8 +17,8 @@ from ...stages.graphs import (
     GraphNotCaptured,
     GraphReport,
 )
-from ...stages.records import EAGER_SEGMENTS, BatchExecutionDescriptor, CUDAGraphMode, ModelInputs, SegmentRunner
-from ..graphs import address_of, tensors_of
+from ...stages.records import EAGER_SEGMENTS, BatchExecutionDescriptor, CUDAGraphMode, ModelInputs
+from ..graphs import CapturingSegments, ReplayingSegments, tensors_of
 
 
 class _Memory:
@@ -96,7 +96,7 @@ class CudaGraphRunner:
             output = alias_all(output)
             self._full[key] = _Captured(graph, output)
         else:
-            recorder = _CapturingSegments(self, inputs)
+            recorder = _CapturingGraphs(self, inputs)
             output = alias_all(forward(inputs, recorder))
             self._pieces[key, ubatch] = recorder.pieces
         self._pool_bytes += torch.cuda.memory_reserved(self._device) - before
@@ -121,7 +121,7 @@ class CudaGraphRunner:
         pieces = self._pieces.get((key, ubatch))
         if pieces is None:
             raise GraphNotCaptured(key, self.captured.reason)
-        return forward(inputs, _ReplayingSegments(key, pieces))
+        return forward(inputs, ReplayingSegments(key, pieces))
 
     def drop(self, reason: str) -> None:
         """Forget all graphs, and give their pool back."""
@@ -169,61 +169,21 @@ class CudaGraphRunner:
         return self._inputs[place]
 
 
-class _CapturingSegments(SegmentRunner):
-    """Captures each piece over static inputs, and runs it."""
+class _CapturingGraphs(CapturingSegments[_Captured]):
+    """Captures each piece as a CUDA graph, and replays it for its result."""
 
     def __init__(self, runner: CudaGraphRunner, inputs: ModelInputs) -> None:
-        self.pieces: dict[int, _Captured] = {}
+        super().__init__(inputs)
         self._runner = runner
         self._results: list[ForwardOutput] = []  # what later pieces take must not be overwritten by them
-        fixed = (inputs.input_ids, inputs.positions, inputs.inputs_embeds, *inputs.extras.values())
-        self._fixed = {address_of(tensor) for tensor in fixed if isinstance(tensor, torch.Tensor)}
 
-    def run(self, index: int, piece: Callable[..., Any], *args: Any) -> Any:
-        """Capture ``piece`` as graph ``index``."""
-        if index in self.pieces:
-            raise GraphError(f"piece {index} is run twice in one forward; number the pieces in order")
-        copies: list[torch.Tensor | None] = []
-        for position, argument in enumerate(args):
-            if not isinstance(argument, torch.Tensor | None):
-                raise GraphError(
-                    f"piece {index} takes a {type(argument).__name__}; pieces take and return tensors only"
-                )
-            if argument is None or address_of(argument) in self._fixed:
-                copies.append(None)
-            else:
-                copies.append(self._runner.static_input(position, argument))
-        arguments = tuple(given if static is None else static for given, static in zip(args, copies, strict=True))
+    def static_input(self, position: int, given: torch.Tensor) -> torch.Tensor:
+        return self._runner.static_input(position, given).copy_(given)
+
+    def keep(
+        self, piece: Callable[..., Any], arguments: tuple[Any, ...], copies: tuple[torch.Tensor | None, ...]
+    ) -> tuple[_Captured, ForwardOutput]:
         graph, output = self._runner.record(lambda: piece(*arguments))
         self._results.append(output)
-        self._fixed.update(address_of(tensor) for tensor in tensors_of(output))
-        self.pieces[index] = _Captured(graph, alias_all(output), tuple(copies))
-        for static, given in zip(copies, args, strict=True):
-            if static is not None:
-                static.copy_(given)
         graph.replay()
-        return output
-
-
-class _ReplayingSegments(SegmentRunner):
-    """Replays each piece, taking in by copy what does not lie in a fixed buffer."""
-
-    def __init__(self, key: GraphKey, pieces: dict[int, _Captured]) -> None:
-        self._key = key
-        self._pieces = pieces
-
-    def run(self, index: int, piece: Callable[..., Any], *args: Any) -> Any:
-        """Replay graph ``index``; ``piece`` itself is not called."""
-        captured = self._pieces.get(index)
-        if captured is None:
-            raise GraphError(f"graph {self._key} has no piece {index}: the model changed after capture")
-        for static, given in zip(captured.inputs, args, strict=True):
-            if static is None:
-                continue
-            if static.shape != given.shape:
-                raise GraphError(
-                    f"piece {index} of graph {self._key} was captured with {tuple(static.shape)} "
-                    f"and is called with {tuple(given.shape)}; pad to the planned size"
-                )
-            static.copy_(given)
-        return captured.replay()
+        return _Captured(graph, alias_all(output), copies), output
