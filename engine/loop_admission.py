@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 
 from ..stages.errors import InvalidSamplingParams
 from ..stages.sampling_params import SamplingParams
+from .loop_seeds import SeedsOfReusedIds
 from .scheduler_records import RequestRefused
 from .tokenizer import InvalidText
 
@@ -51,6 +52,7 @@ class Admissions:
         eos_token_ids: the model's end-of-sequence ids.
         vocab_size: token ids are below this.
         check: raises InvalidSamplingParams for parameters that the runner would refuse.
+        engine_seed: what requests without a seed draw by, besides their ids.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Admissions:
         eos_token_ids: Iterable[int],
         vocab_size: int,
         check: Callable[[SamplingParams], object] = lambda params: None,
+        engine_seed: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._check = check
+        self._seeded = SeedsOfReusedIds(engine_seed)
 
     def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Admission:
         """Tokenize and check.
@@ -85,6 +89,7 @@ class Admissions:
                 raise RequestRefused(request_id, reason)
         completed = self._completed(params).checked_for(self._vocab_size)
         self._check(completed)
+        completed = self._seeded(request_id, completed)
         return Admission(prompt=text, prompt_token_ids=token_ids, children=_children(completed))
 
     def _tokens(self, request_id: str, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:

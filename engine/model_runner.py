@@ -59,14 +59,24 @@ class ModelRunner(RunnerLife):
     def __init__(self, config: EngineConfig, *, model: Model | None = None, device: Device | None = None) -> None:
         super().__init__(config, model=model, device=device)
         self.listeners = Listeners()
-        self._open = _OpenStep.none()
+        self._no_step = self._open = _OpenStep.none()
         self._num_steps = 0
+        self._last_output: ModelRunnerOutput | AsyncModelRunnerOutput | None = None
         self._inference_mode = torch.inference_mode()  # kept, as to make one takes as long as to enter it
 
     @property
     def num_steps(self) -> int:
         """Steps that were sampled."""
         return self._num_steps
+
+    @property
+    def last_output(self) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """What ``sample_tokens`` returned for step ``num_steps``; None before the first, and after ``shutdown``.
+
+        For a caller whom an interrupt kept from getting it: what Python has to return can be lost to a signal on its
+        way, and the state says SAMPLED then.
+        """
+        return self._last_output
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
@@ -119,6 +129,7 @@ class ModelRunner(RunnerLife):
         """
         parts = self._ready("sample_tokens")
         step = self._open
+        drawn: list[ModelRunnerOutput | AsyncModelRunnerOutput] = []
 
         def sample() -> ModelRunnerOutput | AsyncModelRunnerOutput:
             records = dict(step.records)
@@ -127,14 +138,15 @@ class ModelRunner(RunnerLife):
             with self._inference_mode:
                 parts.stages.sample.run(records, self.observers)
             output = records.get(AsyncModelRunnerOutput) or records[ModelRunnerOutput]
-            return output if self.config.async_scheduling else output.get_output()
+            drawn.append(output if self.config.async_scheduling else output.get_output())
+            return drawn[-1]
 
         def undo() -> None:
             self._or_fault(partial(step.transaction.rollback_to, step.mark))
 
         def commit() -> None:
             self._or_fault(step.transaction.commit)
-            self._open = _OpenStep.none()
+            self._open, self._last_output = self._no_step, drawn[-1]
             self._num_steps = step.transaction.step  # not "one more": an interrupted commit runs again
 
         work = self.listeners.around_sample(grammar_output, sample) if self.listeners else sample
@@ -208,15 +220,16 @@ class ModelRunner(RunnerLife):
         """
 
         def abandon() -> None:
-            self._open = _OpenStep.none()
+            self._open = self._no_step
 
         if self.state is StepState.FORWARDED:
             self._machine.fire("rollback", abandon, call="shutdown")
         self._machine.fire("settle", lambda: self._life.close(self._close), call="shutdown")
+        self._last_output = None
 
     def _undo(self, transaction: Transaction) -> None:
         self._or_fault(transaction.rollback)
-        self._open = _OpenStep.none()
+        self._open = self._no_step
 
     def _or_fault(self, end: Callable[[], None]) -> None:
         """End a transaction, or part of one; if that fails, nothing can be known of the tables any more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from ..fsm.errors import StepStateError
+from ..fsm.errors import InputRefused, StepStateError
 from ..stages.io import ModelRunnerOutput, SchedulerOutput
 from ..stages.sampling_params import SamplingParams
 from .block_pool import BlockPool
@@ -220,7 +220,9 @@ class Scheduler:
         Raises:
             StepStateError: this is not the oldest step in flight.
             RunnerOutputMismatch: the runner's output leaves out a live request of the step and gives no error for it.
+            InputRefused: one of the two is no output of its kind.
         """
+        _require_output(scheduler_output, "update_from_output")
         if not scheduler_output.num_scheduled_tokens:
             return []
         oldest = next((step for step in self._steps if step.num_scheduled_tokens), None)
@@ -246,7 +248,9 @@ class Scheduler:
 
         Raises:
             StepStateError: this is not the latest step in flight.
+            InputRefused: this is no scheduler output.
         """
+        _require_output(scheduler_output, "rollback")
         if _is_blank(scheduler_output):
             return
         latest = self._steps[-1] if self._steps else None
@@ -291,6 +295,13 @@ class Scheduler:
             state="IDLE" if step is None else "SCHEDULED",
             call=call,
             allowed=("schedule",) if step is None else ("schedule", "update_from_output", "rollback"),
+        )
+
+
+def _require_output(output: object, call: str) -> None:
+    if not hasattr(output, "num_scheduled_tokens"):
+        raise InputRefused(
+            f"{call}() wants the SchedulerOutput that schedule() returned, not a {type(output).__name__}"
         )
 
 

@@ -51,6 +51,9 @@ class LoopState(StrEnum):
     DEAD = "DEAD"
 
 
+_RUNNING, _ASLEEP = LoopState.RUNNING, LifeState.ASLEEP  # to look one up in its class is a call
+
+
 class ServingLoop:
     """Adds, aborts and streams requests from any thread, while its own thread steps the runner.
 
@@ -89,6 +92,7 @@ class ServingLoop:
             eos_token_ids,
             runner.spec.vocab_size,
             runner.check_params,
+            runner.config.seed,
         )
         self.grammar = grammar or book_for(self._tokenizer, runner.spec.vocab_size, eos_token_ids)
         self._live = LiveRequests(self.grammar)
@@ -314,9 +318,9 @@ class ServingLoop:
         """Wait for something to do, and do some of it. False once stopped, with nothing left to tell the runner."""
         with self._changed:
             self._changed.wait_for(self._has_something_to_do)
-            num_jobs, is_stopped = len(self._jobs), self._state is not LoopState.RUNNING
+            num_jobs, is_stopped = len(self._jobs), self._state is not _RUNNING
             mode = None if is_stopped else self._pause
-        may_step = not num_jobs and mode != "keep" and self.runner.life is not LifeState.ASLEEP
+        may_step = not num_jobs and mode != "keep" and self.runner.life is not _ASLEEP
         if may_step and self._steps.turn(admit_new=mode is None and not is_stopped):
             return True
         self._steps.settle()
@@ -329,11 +333,11 @@ class ServingLoop:
         return num_jobs > 0 or not is_stopped
 
     def _has_something_to_do(self) -> bool:
-        if self._jobs or self._steps.num_in_flight or self._state is not LoopState.RUNNING:
+        if self._jobs or self._steps.num_in_flight or self._state is not _RUNNING:
             return True
         if self._pause is not None:
             return not self._is_paused
-        return self.scheduler.has_work() and self.runner.life is not LifeState.ASLEEP
+        return self.scheduler.has_work() and self.runner.life is not _ASLEEP
 
     def _die(self, error: BaseException) -> None:
         _LOG.error("the serving loop died; every live request fails", exc_info=error)

@@ -74,7 +74,7 @@ def _difference(real: Any, other: Any, path: str, absolute: float, relative: flo
 def _parts(real: Any, other: Any) -> Iterator[tuple[str, Any, Any]] | None:
     """Names and parts of two records of one class; None if they have none. Missing parts are :data:`MISSING`."""
     if attrs.has(type(real)):
-        names = [field.name for field in attrs.fields(type(real))]
+        names = [field.name for field in attrs.fields(type(real)) if field.eq]  # others say nothing of their own
         return ((f".{name}", getattr(real, name), getattr(other, name)) for name in names)
     if hasattr(real, "_fields"):
         return ((f".{name}", getattr(real, name), getattr(other, name)) for name in real._fields)

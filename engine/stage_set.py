@@ -87,7 +87,10 @@ class StageSet:
 
     @contextmanager
     def restored(self) -> Iterator[StageSet]:
-        """Undo every edit made inside the ``with`` block when it ends; refused like an edit where a step is open."""
+        """Undo every edit made inside the ``with`` block when it ends; refused like an edit where a step is open.
+
+        Where the block raises, its exception is what is raised, with a note if the edits could not be undone.
+        """
         before = (self.execute, self.sample, self.skip, self.dummy)
 
         def restore() -> None:
@@ -97,8 +100,13 @@ class StageSet:
 
         try:
             yield self
-        finally:
-            self._between_steps("stages.restored", restore)
+        except BaseException as error:
+            try:
+                self._between_steps("stages.restored", restore)
+            except Exception as failure:
+                error.add_note(f"stages.restored() left the edits in place: {type(failure).__name__}: {failure}")
+            raise
+        self._between_steps("stages.restored", restore)
 
     def describe(self) -> str:
         """Each stroke with what its stages take and give."""

@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from attrs import frozen
 from transitions import Event, Machine
@@ -55,10 +56,6 @@ class _Firing:
         self.returned = False
         self.result: Any = None
 
-    def run(self) -> None:
-        self.result = self.work()
-        self.returned = True
-
 
 class _Slot:
     """Holds the one call that is under way; a lock that knows who has it.
@@ -69,9 +66,9 @@ class _Slot:
 
     holder: _Firing | None = None
 
-    def take(self, firing: _Firing) -> _Firing:
-        """Put ``firing`` in if the slot is free. Whoever holds it now is returned. Atomic, never waits."""
-        return vars(self).setdefault("holder", firing)
+    def taker(self) -> Callable[[_Firing], _Firing]:
+        """What puts a firing in if the slot is free, and gives whoever holds it then. Atomic, never waits."""
+        return partial(vars(self).setdefault, "holder")
 
 
 def _nothing() -> None:
@@ -88,7 +85,8 @@ class _WorkEvent(Event):
     def trigger(self, model: _Position, firing: _Firing) -> bool:
         """The guard has checked that there is such a transition. Returns True: without conditions it always happens."""
         (transition,) = self.transitions[model.state]
-        firing.run()
+        firing.result = firing.work()
+        firing.returned = True
         if transition.dest is not None:
             model.state = transition.dest
         return True
@@ -96,6 +94,15 @@ class _WorkEvent(Event):
 
 class _WorkMachine(Machine):
     event_cls = _WorkEvent
+
+
+class _Move(NamedTuple, Generic[S]):
+    """A row of the table as it is looked up: its event, and its states by name (``target`` None: it stays)."""
+
+    row: Trigger[S]
+    sources: frozenset[str]
+    target: str | None
+    event: Event
 
 
 class GuardedMachine(Generic[S]):
@@ -111,23 +118,24 @@ class GuardedMachine(Generic[S]):
         self.triggers = {trigger.name: trigger for trigger in triggers}
         self.initial = initial
         self._states = {state.name: state for state in type(initial)}
-        self._targets = {row.name: None if row.target is None else row.target.name for row in triggers}
         self._position = _Position(initial.name)
         self._slot = _Slot()
-        self._events = _WorkMachine(
+        self._take_slot = self._slot.taker()
+        targets = {row.name: None if row.target is None else row.target.name for row in triggers}
+        events = _WorkMachine(
             model=None,
             states=list(self._states),
             initial=initial.name,
             auto_transitions=False,
             transitions=[
-                {
-                    "trigger": row.name,
-                    "source": [source.name for source in row.sources],
-                    "dest": self._targets[row.name],
-                }
+                {"trigger": row.name, "source": [source.name for source in row.sources], "dest": targets[row.name]}
                 for row in triggers
             ],
         ).events
+        self._moves = {
+            row.name: _Move(row, frozenset(source.name for source in row.sources), targets[row.name], events[row.name])
+            for row in triggers
+        }
 
     @property
     def state(self) -> S:
@@ -155,18 +163,18 @@ class GuardedMachine(Generic[S]):
                 stage calling its own runner). ``work``, ``undo`` and ``commit`` did not run.
             Exception: whatever ``work``, ``undo`` or ``commit`` raised.
         """
-        row = self._row(trigger)
+        row, sources, target, event = self._moves.get(trigger) or self._unknown(trigger)
         firing = _Firing(work, call or row.call)
-        target = self._targets[trigger]
         # CPython delivers signals where a call begins or returns. The two `finally` blocks decide what to do without
         # any call, so no interrupt can fall between.
         try:
-            holder = self._slot.take(firing)
+            holder = self._take_slot(firing)
             if holder is not firing:
                 raise self._busy(holder, firing.call)
-            self._require_source(row, firing.call)
+            if self._position.state not in sources:
+                raise self._refusal(firing.call, self._hint(trigger))
             try:
-                self._events[trigger].trigger(self._position, firing)
+                event.trigger(self._position, firing)
             finally:
                 hook = commit if firing.returned and (target is None or self._position.state == target) else undo
                 try:
@@ -181,29 +189,23 @@ class GuardedMachine(Generic[S]):
 
     def check(self, trigger: str, *, call: str | None = None) -> None:
         """Raise the :class:`StepStateError` that :meth:`fire` would raise now; change nothing."""
-        row = self._row(trigger)
+        row, sources, _, _ = self._moves.get(trigger) or self._unknown(trigger)
         holder = self._slot.holder
         if holder is not None:
             raise self._busy(holder, call or row.call)
-        self._require_source(row, call or row.call)
+        if self._position.state not in sources:
+            raise self._refusal(call or row.call, self._hint(trigger))
 
     def allowed(self) -> tuple[str, ...]:
         """The public calls that are legal in this state, each once, in the order of the table."""
         rows = self.triggers.values()
         return tuple(dict.fromkeys(row.call for row in rows if row.offered and self.state in row.sources))
 
-    def _row(self, trigger: str) -> Trigger[S]:
-        row = self.triggers.get(trigger)
-        if row is None:
-            known = ", ".join(self.triggers)
-            raise StepStateError(
-                f"there is no trigger {trigger!r}; there are: {known}", state=self.state.name, call=trigger
-            )
-        return row
-
-    def _require_source(self, row: Trigger[S], call: str) -> None:
-        if self.state not in row.sources:
-            raise self._refusal(call, self._hint(row.name))
+    def _unknown(self, trigger: str) -> NoReturn:
+        known = ", ".join(self.triggers)
+        raise StepStateError(
+            f"there is no trigger {trigger!r}; there are: {known}", state=self.state.name, call=trigger
+        )
 
     def _hint(self, trigger: str) -> str:
         """Why ``trigger`` is not legal in the present state, where there is more to say than that it is not."""

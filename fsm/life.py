@@ -26,6 +26,7 @@ class LifeState(StrEnum):
     CLOSED = "CLOSED"
 
 
+_READY = LifeState.READY.name
 _AWAKE_OR_ASLEEP = (LifeState.READY, LifeState.ASLEEP)
 
 LIFE_TRIGGERS: tuple[Trigger[LifeState], ...] = (
@@ -128,7 +129,7 @@ class LifeMachine(GuardedMachine[LifeState]):
             RunnerFaulted: the runner faulted.
             StepStateError: any other state; the message says what to call first.
         """
-        if self.state is not LifeState.READY:
+        if self._position.state != _READY:
             raise self._refusal(call, self._hint(""))
 
     def _hint(self, trigger: str) -> str:

@@ -150,11 +150,28 @@ class Observers:
                 seat.failed("after_run")
 
 
-def profiler_range() -> Callable[[str], AbstractContextManager[Any]] | None:
-    """``torch.profiler.record_function`` while a torch profiler is recording, else None.
+class ProfilerProbe:
+    """Says whether a torch profiler is recording.
 
     Torch is looked up, never imported: a program that has not loaded it has no profiler running either.
     """
-    autograd: Any = getattr(sys.modules.get("torch"), "autograd", None)
-    enabled = getattr(autograd, "_profiler_enabled", None)
-    return autograd.profiler.record_function if enabled is not None and enabled() else None
+
+    def __init__(self) -> None:
+        self._is_enabled: Callable[[], bool] | None = None
+
+    def range(self) -> Callable[[str], AbstractContextManager[Any]] | None:
+        """``torch.profiler.record_function`` while a torch profiler is recording, else None."""
+        is_enabled = self._is_enabled or self._look_up()
+        return sys.modules["torch"].autograd.profiler.record_function if is_enabled() else None
+
+    def _look_up(self) -> Callable[[], bool]:
+        autograd: Any = getattr(sys.modules.get("torch"), "autograd", None)
+        is_enabled = getattr(autograd, "_profiler_enabled", None)
+        if is_enabled is None:
+            return _never
+        self._is_enabled = is_enabled
+        return is_enabled
+
+
+def _never() -> bool:
+    return False

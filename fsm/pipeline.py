@@ -7,7 +7,7 @@ from time import perf_counter, perf_counter_ns
 from typing import Any
 
 from .errors import InputRefused, StageFailed, WiringError
-from .observers import Observers, StageObserver, profiler_range
+from .observers import Observers, ProfilerProbe, StageObserver
 from .plan import Records, StageCall, make_plan
 from .transaction import Transaction
 from .wiring import Record, RecordType, Stage, StageFunction, default_name, read_stage, record_of, rewire
@@ -22,7 +22,7 @@ class Pipeline:
     handed, ``X | None`` those that it may be handed.
     """
 
-    __slots__ = ("_given", "_names", "_plan", "_stages")
+    __slots__ = ("_given", "_names", "_plan", "_profiler", "_stages")
 
     def __init__(self, stages: Iterable[tuple[str, StageFunction]], given: Iterable[RecordType] = ()) -> None:
         """Read, check and plan.
@@ -43,6 +43,7 @@ class Pipeline:
         self._names = tuple(wired)
         self._given = tuple(record_of(record, "given") for record in given)
         self._plan = make_plan(wired, self._given)
+        self._profiler = ProfilerProbe()
 
     def __repr__(self) -> str:
         return f"Pipeline({' ▸ '.join(self._stages)})"
@@ -132,7 +133,7 @@ class Pipeline:
         if not self._plan.required <= records.keys():
             missing = ", ".join(sorted(record.__name__ for record in self._plan.required - records.keys()))
             raise WiringError(f"run() was not handed {missing}; order: {' ▸ '.join(self._stages)}")
-        make_range = profiler_range()
+        make_range = self._profiler.range()
         call: StageCall | None = None
         try:
             if observers or make_range is not None:

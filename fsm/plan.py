@@ -24,6 +24,8 @@ class StageCall:
     positional: tuple[type[Any], ...]
     keywords: tuple[tuple[str, type[Any]], ...]
     gives: Record | None
+    kind: type[Any] | None
+    """The class of what it gives; None if it gives nothing."""
 
     def run(self, records: Records) -> object:
         """Call the stage and file what it gives.
@@ -36,12 +38,12 @@ class StageCall:
             record = self.fn(*map(get, self.positional), **{name: get(key) for name, key in self.keywords})
         else:
             record = self.fn(*map(get, self.positional))
-        gives = self.gives
-        if gives is not None and isinstance(record, gives.type):
-            records[gives.type] = record
-        elif record is not None or (gives is not None and not gives.optional):
+        kind = self.kind
+        if kind is not None and isinstance(record, kind):
+            records[kind] = record
+        elif record is not None or (self.gives is not None and not self.gives.optional):
             raise WiringError(
-                f"stage {self.name!r} declares that it gives {gives}, and returned {type(record).__name__} "
+                f"stage {self.name!r} declares that it gives {self.gives}, and returned {type(record).__name__} "
                 f"({type(record).__module__}.{type(record).__qualname__})"
             )
         return record
@@ -98,7 +100,8 @@ class _Planner:
                 keywords.append((parameter.name, wanted.type))
             else:
                 positional.append(wanted.type)
-        return StageCall(name, stage.fn, tuple(positional), tuple(keywords), stage.gives)
+        kind = None if stage.gives is None else stage.gives.type
+        return StageCall(name, stage.fn, tuple(positional), tuple(keywords), stage.gives, kind)
 
     def _require(self, name: str, parameter: Parameter) -> None:
         wanted = parameter.record.type

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from .specs import AttentionLayerSpec, KVCacheGroupSpec
 
@@ -18,13 +19,14 @@ class AttentionBatch:
     ``[num_reqs + 1]`` starting at 0, ``seq_lens`` int32 ``[num_reqs]`` (0 = padding), ``block_table`` int32
     ``[num_reqs, max_blocks]``, ``slot_mapping`` int64 ``[num_tokens]`` (-1 = padding). ``*_host`` hold the same in host
     memory. ``num_reqs`` and ``num_tokens`` are padded sizes, ``max_query_len`` and ``max_seq_len`` upper bounds.
-    ``in_graph``: a FULL graph reads the plan, whose batches are then all of this size.
+    ``in_graph``: a FULL graph reads the plan, whose batches are then all of this size. Steps may share the object: the
+    buffers that it shows are what changes.
     """
 
     num_reqs: int
     num_tokens: int
     max_query_len: int
-    max_seq_len: int
+    _max_seq_len: int | None = field(default=None, alias="max_seq_len")
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
@@ -32,6 +34,13 @@ class AttentionBatch:
     query_start_loc_host: torch.Tensor
     seq_lens_host: torch.Tensor
     in_graph: bool = False
+
+    @property
+    def max_seq_len(self) -> int:
+        """An upper bound of ``seq_lens``; their maximum now where the constructor was not given any."""
+        if self._max_seq_len is not None:
+            return self._max_seq_len
+        return int(np.maximum.reduce(self.seq_lens_host.numpy(), initial=0))
 
 
 class AttentionPlan(Protocol):

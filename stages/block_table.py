@@ -14,7 +14,7 @@ class BlockTable:
     """Block ids by row of the request table: ``blocks`` int32 ``[num_rows, max_blocks]``.
 
     ``counts`` int64 ``[num_rows]`` says how many of a row are valid; entries behind them are never read. ``version``
-    grows with every change.
+    grows with every change, ``num_cuts`` whenever a row loses blocks: while it stays, blocks were appended only.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, group: KVCacheGroupSpec) -> None:
@@ -23,6 +23,7 @@ class BlockTable:
         self.blocks = np.full((num_rows, self.max_blocks), NULL_BLOCK, dtype=np.int32)
         self.counts: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         self.version = 0
+        self.num_cuts = 0
 
     def append(self, row: int, block_ids: Sequence[int]) -> None:
         """Add blocks to the end of a row."""
@@ -41,9 +42,11 @@ class BlockTable:
     def clear(self, row: int) -> None:
         """Make a row empty."""
         self.version += 1
+        self.num_cuts += 1
         self.counts[row] = 0
 
     def restore_count(self, row: int | npt.NDArray[np.int64], count: int | npt.NDArray[np.int64]) -> None:
         """Forget the blocks beyond ``count`` (undoes ``append`` of a row, or ``append_one`` of several)."""
         self.version += 1
+        self.num_cuts += 1
         self.counts[row] = count

@@ -12,7 +12,7 @@ from ..fsm.errors import TwoStrokeError
 from .io import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 from .records import Batch, IntArray, PreparedInputs, PromptSpan, SamplerOutput
 from .request_table import LateTokens, RequestRecord, RequestTable
-from .step_output import SampledDownload, SampledOnHost, StepOutput
+from .step_output import SampledDownload, SampledOnHost, StepOutput, are_in_vocabulary
 
 TokenStore = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """``store(table, index, token_ids, vocab_size)`` is ``table[index] = token_ids``, ids kept inside the vocabulary."""
@@ -24,7 +24,7 @@ def store_tokens(table: torch.Tensor, index: torch.Tensor, token_ids: torch.Tens
 
 
 class SampledTokensMismatch(TwoStrokeError, ValueError):
-    """A sampler that gave another number of tokens than there are requests to sample for. Nothing was written."""
+    """A sampler that gave another number of tokens than there are requests, or no int64. Nothing was written."""
 
 
 class Commit:
@@ -50,6 +50,10 @@ class Commit:
         self._vocab_size = vocab_size
         self._on_error = on_error
         self._flat_tokens = table.token_ids.view(-1)
+        self._flat_tokens_host = table.token_ids_host.reshape(-1)
+        self._inputs: PreparedInputs | None = None
+        self._places: IntArray | None = None
+        self._one = np.ones((), dtype=np.int64)  # numpy takes as long to make it of an integer as to add it
         self._put = self._put_on_host if table.device.shares_host_memory else self._put_on_device
         self._req_ids: Sequence[str] = ()
         self._index: dict[str, int] = {}
@@ -61,49 +65,69 @@ class Commit:
         table, sampling = self._table, inputs.sampling_reqs
         is_all = len(sampling) == len(batch.req_ids)
         rows = batch.rows if is_all else batch.rows[sampling]
-        if output.sampled_token_ids.shape != (len(rows),):
+        tokens = output.sampled_token_ids
+        if tokens.shape != (len(rows),) or tokens.dtype is not torch.int64:
             raise SampledTokensMismatch(
-                f"the sampler gave tokens of shape {tuple(output.sampled_token_ids.shape)} for {len(rows)} requests; "
-                "give one token for each of sampling_reqs, in their order"
+                f"the sampler gave {tokens.dtype} tokens of shape {tuple(tokens.shape)} for {len(rows)} requests; "
+                "give one int64 for each of sampling_reqs, in their order"
             )
         counts = table.num_tokens[rows]
         transaction.on_undo(table.num_tokens.__setitem__, rows, counts)
         # Ids are kept inside the vocabulary: the next step looks them up before the host has seen them.
-        self._put(inputs, rows, counts, output.sampled_token_ids)
-        table.num_tokens[rows] = counts + 1
-        records = (
-            table.records_of(batch.req_ids, rows)
-            if is_all
-            else [table.records[batch.req_ids[int(index)]] for index in sampling]
+        are_checked = self._put(inputs, rows, counts, tokens)
+        table.num_tokens[rows] = np.add(counts, self._one)
+        late = None if table.device.shares_host_memory else self._late(batch, None if is_all else sampling, counts)
+        scored = (
+            [self._advance(span, batch, transaction) for span in inputs.prompt_spans] if inputs.prompt_spans else ()
         )
-        late = LateTokens(records, rows, table.generations[rows], counts)
-        scored = [self._advance(span, batch, transaction) for span in inputs.prompt_spans]
         index = self._index_of(batch)
 
         def build(download: SampledDownload) -> ModelRunnerOutput:
-            req_ids = batch.req_ids if is_all else [record.req_id for record in records]
-            sampled = download.wait(req_ids, self._vocab_size)
-            table.settle_tokens(late, sampled.token_ids, self._vocab_size)
+            req_ids = batch.req_ids if is_all else [batch.req_ids[position] for position in _listed(sampling)]
+            sampled = download.wait(req_ids, self._vocab_size, are_checked)
+            if late is not None:
+                table.settle_tokens(late, sampled.token_ids, self._vocab_size)
             return _model_runner_output(batch, index, None if is_all else sampling, sampled, _deliver(scored, sampled))
 
-        step_output = StepOutput(
-            SampledDownload.launch(output, table.device), build, table.latest_output, self._on_error
-        )
-        transaction.on_undo(setattr, table, "latest_output", table.latest_output)
+        latest = table.latest_output
+        previous = latest if latest is not None and latest.is_pending else None
+        step_output = StepOutput(SampledDownload.launch(output, table.device), build, previous, self._on_error)
+        transaction.on_undo(setattr, table, "latest_output", latest)
         table.latest_output = step_output
         return step_output
 
-    def _put_on_host(self, inputs: PreparedInputs, rows: IntArray, counts: IntArray, token_ids: torch.Tensor) -> None:
-        """By numpy: a fifth of the time of torch calls for few tokens."""
-        ids = np.minimum(np.maximum(token_ids.numpy(), 0), self._vocab_size - 1)
-        self._table.token_ids_host[rows, counts] = ids
+    def _late(self, batch: Batch, sampling: IntArray | None, counts: IntArray) -> LateTokens:
+        """Where tokens belong whose values are known to the device alone; ``sampling`` None if all requests sample."""
+        table = self._table
+        if sampling is None:
+            rows, records = batch.rows, table.records_of(batch.req_ids, batch.rows)
+        else:
+            rows = batch.rows[sampling]
+            records = [table.records[batch.req_ids[position]] for position in _listed(sampling)]
+        return LateTokens(records, rows, table.generations[rows], counts)
 
-    def _put_on_device(self, inputs: PreparedInputs, rows: IntArray, counts: IntArray, token_ids: torch.Tensor) -> None:
+    def _put_on_host(self, inputs: PreparedInputs, rows: IntArray, counts: IntArray, token_ids: torch.Tensor) -> bool:
+        """By numpy: a fifth of the time of torch calls for few tokens. Whether all ids are known to be in order."""
+        ids = token_ids.numpy()
+        are_in_order = are_in_vocabulary(ids, self._vocab_size)
+        if not are_in_order:
+            ids = ids.clip(0, self._vocab_size - 1)
+        if inputs is not self._inputs:  # steps of a run share them
+            self._inputs = inputs
+            self._places = None if inputs.sampled_index is None else inputs.sampled_index.numpy()
+        if self._places is None:
+            self._table.token_ids_host[rows, counts] = ids
+        else:
+            self._flat_tokens_host.put(self._places, ids)
+        return are_in_order
+
+    def _put_on_device(self, inputs: PreparedInputs, rows: IntArray, counts: IntArray, token_ids: torch.Tensor) -> bool:
         index = inputs.sampled_index
         if index is None:  # inputs of a stage that does not say
             places = torch.from_numpy(rows * self._table.token_ids.shape[1] + counts)
             index = places.to(token_ids.device, non_blocking=True)
         self._store(self._flat_tokens, index, token_ids, self._vocab_size)
+        return False
 
     def _index_of(self, batch: Batch) -> dict[str, int]:
         """``ModelRunnerOutput.req_id_to_index``; steps with the same requests share it."""
@@ -127,10 +151,14 @@ class Commit:
         return span, record, is_whole
 
 
+def _listed(positions: IntArray) -> list[int]:
+    return positions.tolist()
+
+
 _Scored = tuple[PromptSpan, RequestRecord, bool]
 
 
-def _deliver(scored: list[_Scored], sampled: SampledOnHost) -> dict[str, LogprobsLists | None]:
+def _deliver(scored: Sequence[_Scored], sampled: SampledOnHost) -> dict[str, LogprobsLists | None]:
     """Put arrived rows on their requests; tables that this step completed."""
     whole: dict[str, LogprobsLists | None] = {}
     for (span, record, is_whole), rows in zip(scored, sampled.prompt_logprobs, strict=True):

@@ -59,11 +59,12 @@ class DataParallelCoordinator(Protocol):
 class SoloCoordinator:
     """The only rank: its vote is the agreement."""
 
+    def __init__(self) -> None:
+        self._latest: tuple[DispatchVote, DispatchAgreement] | None = None
+
     def agree(self, vote: DispatchVote) -> DispatchAgreement:
         """The vote itself."""
-        return DispatchAgreement(
-            num_tokens=vote.num_tokens,
-            should_ubatch=vote.should_ubatch,
-            mode=vote.mode,
-            num_tokens_across_dp=(vote.num_scheduled_tokens,),
-        )
+        latest = self._latest
+        if latest is None or latest[0] is not vote:  # most steps vote as the one before
+            latest = self._latest = vote, combine_votes((vote,))
+        return latest[1]

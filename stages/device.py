@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -51,6 +52,13 @@ class Device(Protocol):
         """Launch the copy of host memory to the device; ``source`` may not be written until a later fence is ready."""
         ...
 
+    def scatter(self, pieces: Sequence[HostArray], starts: Sequence[int], target: torch.Tensor) -> None:
+        """Launch the copies of host arrays to places of a flat device tensor; of two for a place the later one counts.
+
+        The arrays may be written once this returns.
+        """
+        ...
+
     def download(self, source: torch.Tensor) -> Download:
         """Launch the copy of a device tensor to host memory; ``source`` may not be written by later launches."""
         ...
@@ -83,6 +91,11 @@ class HostDevice:
         """Copy, unless both are the same memory."""
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
+
+    def scatter(self, pieces: Sequence[HostArray], starts: Sequence[int], target: torch.Tensor) -> None:
+        """Copy them one after another."""
+        for piece, start in zip(pieces, starts, strict=True):
+            target[start : start + len(piece)].copy_(torch.from_numpy(piece))
 
     def download(self, source: torch.Tensor) -> Download:
         """The tensor itself."""

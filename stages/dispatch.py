@@ -156,6 +156,16 @@ class _Need(NamedTuple):
     full_refusal: str | None = None
 
 
+class _Chosen(NamedTuple):
+    """What this rank alone would do, and its vote; good for steps that need the same while ``version`` stays."""
+
+    need: _Need
+    num_tokens: int
+    version: int
+    plan: BatchExecutionDescriptor
+    vote: DispatchVote
+
+
 class Dispatch:
     """The stage. A mode counts only once its graph was captured; fallbacks are counted in ``counts``.
 
@@ -179,6 +189,7 @@ class Dispatch:
         self._coordinator = coordinator or SoloCoordinator()
         self._ubatching = ubatching or UBatchPolicy()
         self._has_mixed_full = table.has_mixed_full
+        self._chosen: _Chosen | None = None
 
     def __call__(self, batch: Batch, inputs: PreparedInputs) -> BatchExecutionDescriptor:
         """The plan of this step, agreed with the other data-parallel ranks.
@@ -188,24 +199,12 @@ class Dispatch:
         """
         num_tokens, length = batch.num_tokens, self.table.uniform_query_len
         uniform = inputs.max_query_len == length and num_tokens == length * batch.num_reqs
-        need = _Need(
-            num_reqs=batch.num_reqs,
-            uniform=uniform,
-            has_lora=batch.has_lora,
-            eager_reason=batch.eager_reason,
-            full_refusal=self._full_refusal(inputs),
-        )
-        split = self._ubatching.wants(num_tokens=num_tokens, uniform_decode=uniform)
-        plan = self._choose(need, num_tokens, FULL, split)
-        if split and not self._splits(num_tokens, plan.num_tokens):
-            plan = self._choose(need, num_tokens, FULL, False)
-        vote = DispatchVote(
-            num_scheduled_tokens=num_tokens,
-            num_tokens=plan.num_tokens,
-            should_ubatch=plan.should_ubatch,
-            mode=plan.mode,
-        )
-        agreement = self._coordinator.agree(vote)
+        need = _Need(batch.num_reqs, uniform, batch.has_lora, batch.eager_reason, self._full_refusal(inputs))
+        chosen = self._chosen
+        if chosen is None or chosen[:3] != (need, num_tokens, self._captured.version):
+            chosen = self._chosen = self._choose_alone(need, num_tokens)
+        plan = chosen.plan
+        agreement = self._coordinator.agree(chosen.vote)
         if len(agreement.num_tokens_across_dp) > 1:
             plan = self._follow(agreement, need, num_tokens)
         self.counts[plan.mode, plan.reason] += 1
@@ -243,6 +242,20 @@ class Dispatch:
                 yield plan
                 if mode is PIECEWISE and policy.num_ubatches > 1 and key.num_tokens >= threshold:
                     yield evolve(plan, should_ubatch=True)
+
+    def _choose_alone(self, need: _Need, num_tokens: int) -> _Chosen:
+        version = self._captured.version
+        split = self._ubatching.wants(num_tokens=num_tokens, uniform_decode=need.uniform)
+        plan = self._choose(need, num_tokens, FULL, split)
+        if split and not self._splits(num_tokens, plan.num_tokens):
+            plan = self._choose(need, num_tokens, FULL, False)
+        vote = DispatchVote(
+            num_scheduled_tokens=num_tokens,
+            num_tokens=plan.num_tokens,
+            should_ubatch=plan.should_ubatch,
+            mode=plan.mode,
+        )
+        return _Chosen(need, num_tokens, version, plan, vote)
 
     def _full_refusal(self, inputs: PreparedInputs) -> str | None:
         if self._has_mixed_full and full_graph_rows(inputs, BatchDescriptor(len(inputs.positions))) is None:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from .forward_context import NO_TAPS, ForwardContext, ForwardTaps, Model
-from .graphs import CUDAGraphRunner, GraphError, full_graph_rows
+from .graphs import CUDAGraphRunner, ForwardOutput, GraphError, full_graph_rows
 from .records import (
     AttentionMetadata,
     BatchExecutionDescriptor,
@@ -20,6 +20,8 @@ from .records import (
     UBatchSlices,
 )
 from .specs import KVCacheGroupSpec
+
+_FULL = CUDAGraphMode.FULL  # to look it up in its class is a call
 
 
 class Forward:
@@ -48,6 +50,7 @@ class Forward:
         self._execute = graphs.run
         self._query_start_loc = query_start_loc
         self._taps = taps
+        self._latest: tuple[AttentionMetadata, ForwardContext] | None = None
 
     def capturing(self) -> Forward:
         """The same stage, capturing a graph where this one replays it."""
@@ -64,23 +67,37 @@ class Forward:
         model_inputs: ModelInputs,
     ) -> ExecuteModelState:
         """Logits in the order of ``inputs.logits_indices``, and the hidden states of the real tokens."""
-        num_tokens = len(inputs.input_ids)
-        if execution.mode is CUDAGraphMode.FULL:
+        num_tokens = inputs.input_ids.shape[0]
+        if execution.mode is _FULL:
             forward = partial(self._to_logits, execution, attention)
             hidden, logits = self._execute(execution, forward, model_inputs)
             logits = self._taps.logits(_wanted_rows(logits, inputs, execution))
             return ExecuteModelState(logits, hidden[:num_tokens])
+        hidden = self._hidden_states(execution, ubatches, attention, model_inputs)
+        if hidden.shape[0] > num_tokens:
+            hidden = hidden[:num_tokens]
+        indices = inputs.logits_indices
+        scored = hidden if indices.shape[0] == num_tokens else hidden[indices]
+        return ExecuteModelState(self._taps.logits(self._model.compute_logits(scored)), hidden)
+
+    def _hidden_states(
+        self,
+        execution: BatchExecutionDescriptor,
+        ubatches: UBatchSlices,
+        attention: AttentionMetadata,
+        model_inputs: ModelInputs,
+    ) -> torch.Tensor:
+        """Those of the padded batch ``[padded tokens, hidden]``, one micro-batch after the other."""
+        if len(ubatches.padded) == 1:
+            tokens = ubatches.padded[0].token_slice
+            forward = partial(self._to_hidden, attention, 0, tokens)
+            return _one_tensor(self._execute(execution, forward, _part(model_inputs, tokens), 0))
         parts: list[torch.Tensor] = []
         for index, part in enumerate(ubatches.padded):
             forward = partial(self._to_hidden, attention, index, part.token_slice)
-            hidden = self._execute(execution, forward, _part(model_inputs, part.token_slice), index)
-            assert isinstance(hidden, torch.Tensor), "a forward to hidden states gives one tensor"
-            # What a graph returns is overwritten by its next replay, which may be the next micro-batch's.
-            parts.append(hidden if len(ubatches.padded) == 1 else hidden.clone())
-        hidden = (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_tokens]
-        indices = inputs.logits_indices
-        scored = hidden if len(indices) == num_tokens else hidden[indices]
-        return ExecuteModelState(self._taps.logits(self._model.compute_logits(scored)), hidden)
+            hidden = _one_tensor(self._execute(execution, forward, _part(model_inputs, part.token_slice), index))
+            parts.append(hidden.clone())  # what a graph returns is overwritten by its next replay, perhaps the next one
+        return torch.cat(parts)
 
     def _to_hidden(
         self,
@@ -91,19 +108,27 @@ class Forward:
         segments: SegmentRunner,
     ) -> torch.Tensor:
         """Hidden states ``[padded tokens, hidden]`` of one micro-batch."""
-        plans = attention.plans[ubatch]
-        slots = attention.slot_mapping
+        segments = self._taps.segments(segments, ubatch)
+        latest = self._latest
+        if latest is None or latest[0] is not attention or latest[1].segments is not segments:
+            latest = attention, self._context(attention, ubatch, tokens, segments)
+            self._latest = latest if len(attention.plans) == 1 else None  # steps that share a record share a context
+        return self._model.forward(model_inputs, latest[1])
+
+    def _context(
+        self, attention: AttentionMetadata, ubatch: int, tokens: slice, segments: SegmentRunner
+    ) -> ForwardContext:
+        plans, slots = attention.plans[ubatch], attention.slot_mapping
         if len(attention.plans) > 1:
             slots = tuple(mapping[tokens] for mapping in slots)
-        context = ForwardContext(
+        return ForwardContext(
             spec=self._model.spec,
             plans=[plans[group] for group in self._group_of_layer],
             kv_caches=self._kv_caches,
             slots=[slots[group] for group in self._group_of_layer],
-            segments=self._taps.segments(segments, ubatch),
+            segments=segments,
             ubatch=ubatch,
         )
-        return self._model.forward(model_inputs, context)
 
     def _to_logits(
         self,
@@ -120,6 +145,11 @@ class Forward:
         return hidden, self._model.compute_logits(hidden[last_tokens])
 
 
+def _one_tensor(output: ForwardOutput) -> torch.Tensor:
+    assert isinstance(output, torch.Tensor), "a forward to hidden states gives one tensor"
+    return output
+
+
 def _wanted_rows(logits: torch.Tensor, inputs: PreparedInputs, execution: BatchExecutionDescriptor) -> torch.Tensor:
     """The rows of a FULL graph's logits that the step needs; the graph's own memory where it is exactly its head."""
     assert execution.descriptor is not None, "a FULL plan names its graph"
@@ -134,6 +164,8 @@ def _wanted_rows(logits: torch.Tensor, inputs: PreparedInputs, execution: BatchE
 
 
 def _part(inputs: ModelInputs, tokens: slice) -> ModelInputs:
+    if tokens.start == 0 and tokens.stop == inputs.positions.shape[0]:
+        return inputs
     return ModelInputs(
         input_ids=None if inputs.input_ids is None else inputs.input_ids[tokens],
         positions=inputs.positions[tokens],

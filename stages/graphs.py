@@ -68,10 +68,12 @@ class GraphKey(NamedTuple):
 class CapturedKeys(Container[GraphKey]):
     """The graphs that exist now. Its runner writes it; dispatch reads it.
 
-    ``reason`` says why a key is not there. While suspended, no graph may be used, though all are kept.
+    ``reason`` says why a key is not there. While suspended, no graph may be used, though all are kept. ``version``
+    grows with every change: what was found holds as long as it stays.
     """
 
     def __init__(self) -> None:
+        self.version = 0
         self._keys: dict[GraphKey, None] = {}
         self._reason = NOT_CAPTURED
         self._suspended = ""
@@ -83,6 +85,7 @@ class CapturedKeys(Container[GraphKey]):
 
     @reason.setter
     def reason(self, reason: str) -> None:
+        self.version += 1
         self._reason = reason
 
     def __contains__(self, key: object) -> bool:
@@ -99,10 +102,12 @@ class CapturedKeys(Container[GraphKey]):
 
     def suspend(self, reason: str) -> None:
         """Use no graph for now, for this reason (a constant text: dispatch counts by it)."""
+        self.version += 1
         self._suspended = reason
 
     def resume(self) -> None:
         """Use them again."""
+        self.version += 1
         self._suspended = ""
 
     def add(self, key: GraphKey) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from attrs import frozen
+from attrs import define, frozen
 
 from .block_table import BlockTable
 from .device import Device, Fence, HostArray
@@ -89,6 +90,9 @@ class StagedBuffer:
         """Use another host array from now on."""
         self.slot = slot % len(self.ring)
 
+    def forget(self) -> None:
+        """What the arrays hold is not known any more."""
+
     def flush(self) -> None:
         """Launch the copy to the device (nothing to do on a CPU)."""
         if not self._device.shares_host_memory:
@@ -109,24 +113,57 @@ class PaddedBuffer(StagedBuffer):
     def __init__(self, *shape: int, dtype: torch.dtype, padding: int, device: Device, depth: int) -> None:
         super().__init__(*shape, dtype=dtype, device=device, depth=depth)
         self._padding = padding
-        self._in_use = [shape[-1]] * len(self.ring)
-        self._on_device = shape[-1]
+        self._num_fills = [0] * len(self.ring)
+        self.forget()
+
+    @property
+    def num_fills(self) -> int:
+        """How often this step's array was filled: as long as this stays, who filled it last knows what it holds."""
+        return self._num_fills[self.slot]
+
+    def forget(self) -> None:
+        """All of it may be in use."""
+        size = self.device.shape[-1]
+        self._in_use = [size] * len(self.ring)
+        self._on_device = size
+        self._num_fills = [count + 1 for count in self._num_fills]
 
     def pad(self, count: int) -> HostArray:
         """Pad behind ``count`` entries, which are to be written next; the whole array."""
-        array, used = self.array, self._in_use[self.slot]
+        array, slot = self.array, self.slot
+        used = self._in_use[slot]
         if used > count:
             array[..., count:used] = self._padding
-        self._in_use[self.slot] = count
+        self._in_use[slot] = count
+        self._num_fills[slot] += 1
         return array
+
+    def moving(self, count: int) -> int:
+        """How many entries have to be brought to the device for it to hold ``count`` and padding behind them."""
+        self._on_device = max(count, self._on_device)
+        return self._on_device
+
+    def moved(self, count: int) -> None:
+        """They are on their way. Not before: an interrupt in between only makes the next step bring more."""
+        self._on_device = count
 
     def flush_first(self, count: int) -> None:
         """Launch the copy of ``count`` entries, and of padding over those that the device held before."""
         if self._device.shares_host_memory:
             return
-        moved = self._on_device = max(count, self._on_device)
-        self._device.upload(self.host[..., :moved], self.device[..., :moved])
-        self._on_device = count
+        moving = self.moving(count)
+        self._device.upload(self.host[..., :moving], self.device[..., :moving])
+        self.moved(count)
+
+
+@define(eq=False)
+class _HeldBlocks:
+    """What a host array holds: the first ``counts`` blocks of each of ``rows``, at this ``version`` of their table."""
+
+    rows: HostArray
+    counts: HostArray
+    version: int
+    num_cuts: int
 
 
 class BlockTableBuffer(StagedBuffer):
@@ -137,29 +174,53 @@ class BlockTableBuffer(StagedBuffer):
 
     def __init__(self, max_reqs: int, max_blocks: int, *, device: Device, depth: int) -> None:
         super().__init__(max_reqs, max_blocks, dtype=torch.int32, device=device, depth=depth)
+        self._version = -1
+        self.forget()
+
+    def forget(self) -> None:
+        """All rows may be in use, by nobody knows which requests."""
+        max_reqs = self.device.shape[0]
         self._rows_in_use = [max_reqs] * len(self.ring)
         self._rows_on_device = max_reqs
         self._rows: HostArray | None = None
-        self._version = -1
-        self._blocks: HostArray = self._arrays[0][:0]
+        self._held: list[_HeldBlocks | None] = [None] * len(self.ring)
 
     def fill(self, table: BlockTable, rows: HostArray) -> None:
         """Take in the blocks of these rows of the request table, and bring them to the device."""
-        count, array = len(rows), self.array
-        is_same = self._rows is rows and self._version == table.version
-        if not is_same:
-            self._rows = None  # until all is done, as an interrupt may leave it undone
-            self._blocks = table.blocks[rows, : int(table.counts[rows].max(initial=0))]
-        width = self._blocks.shape[1]
+        slot = self.slot
+        held, self._held[slot] = self._held[slot], None  # an interrupt leaves nothing that could be taken for whole
+        if held is None or held.rows is not rows or not self._append(held, table):
+            held = self._write(table, rows)
+        self._held[slot] = held
+        if self._rows is rows and self._version == table.version:
+            return
+        self._rows = None  # as above
+        self._rows_on_device = max(len(rows), self._rows_on_device)
+        self.flush_first(self._rows_on_device)
+        self._rows, self._version, self._rows_on_device = rows, table.version, len(rows)
+
+    def _append(self, held: _HeldBlocks, table: BlockTable) -> bool:
+        """Write what was appended since; False where all has to be written."""
+        if held.version == table.version:
+            return True
+        counts = table.counts[held.rows]
+        grown = (counts != held.counts).nonzero()[0]
+        places = held.counts[grown]
+        if held.num_cuts != table.num_cuts or not np.array_equal(counts[grown], places + 1):
+            return False
+        self.array[grown, places] = table.blocks[held.rows[grown], places]
+        held.counts, held.version = counts, table.version
+        return True
+
+    def _write(self, table: BlockTable, rows: HostArray) -> _HeldBlocks:
+        count, array, counts = len(rows), self.array, table.counts[rows]
+        width = int(counts.max(initial=0))
         reset = max(count, self._rows_in_use[self.slot])
         self._rows_in_use[self.slot] = reset
-        array[:count, :width] = self._blocks
+        array[:count, :width] = table.blocks[rows, :width]
         array[count:reset] = NULL_BLOCK
         self._rows_in_use[self.slot] = count
-        if not is_same:
-            self._rows_on_device = max(count, self._rows_on_device)
-            self.flush_first(self._rows_on_device)
-            self._rows, self._version, self._rows_on_device = rows, table.version, count
+        return _HeldBlocks(rows, counts, table.version, table.num_cuts)
 
 
 class InputBuffers:
@@ -221,9 +282,24 @@ class InputBuffers:
         self._fences: list[Fence | None] = [None] * depth
 
     @property
+    def slot(self) -> int:
+        """Which of the host arrays are this step's; always 0 where host and device share memory."""
+        return self._slot
+
+    @property
+    def depth(self) -> int:
+        """How many slots there are."""
+        return len(self._fences)
+
+    @property
     def host_heads(self) -> tuple[Heads, Heads]:
         """This step's ``query_start_loc`` and ``seq_lens`` in host memory."""
         return self._host_heads[self.requests.slot]
+
+    def forget(self) -> None:
+        """To be called by who has written into the buffers outside of a step: all of it has to be filled anew."""
+        for buffer in self._staged:
+            buffer.forget()
 
     def begin_step(self) -> None:
         """Turn to host arrays that no copy reads any more; waits for the step that used them last, if it must."""

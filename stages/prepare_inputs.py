@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
+from attrs import define
 
 from .input_buffers import (
     LOGITS_INDICES,
@@ -12,10 +17,41 @@ from .input_buffers import (
     SEQ_LENS,
     TOKEN_INDEX,
     InputBuffers,
+    PaddedBuffer,
 )
-from .records import Batch, IntArray, PreparedInputs, PromptSpan
+from .input_upload import InputUpload, input_upload
+from .records import Batch, DecodeRun, IntArray, PreparedInputs, PromptSpan
 from .request_table import RequestTable
-from .token_lookup import token_lookup
+
+
+@define(eq=False)
+class _Kept:
+    """What the host arrays of one slot hold: the inputs of a step of ``run``, which the next ones are made from.
+
+    ``growing`` are the parts of them that count tokens, ``[num_reqs]`` each, and a 1 of their type: numpy takes as long
+    to make that of an integer as to add it. It holds as long as ``num_fills`` of the token-level buffer stays.
+    """
+
+    run: DecodeRun
+    num_steps_before: int
+    num_fills: int
+    inputs: PreparedInputs
+    growing: tuple[tuple[npt.NDArray[Any], npt.NDArray[Any]], ...]
+
+    @classmethod
+    def of(cls, run: DecodeRun, inputs: PreparedInputs, tokens: PaddedBuffer) -> _Kept:
+        """What ``inputs`` of the latest step of ``run`` show; ``tokens`` is the token-level buffer."""
+        num_reqs = len(run.rows)
+        counted = [tokens.array[row, :num_reqs] for row in (POSITIONS, TOKEN_INDEX, SAMPLED_INDEX)]
+        growing = [(counts, np.ones((), counts.dtype)) for counts in (*counted, inputs.seq_lens_host)]
+        return cls(run, run.num_steps_before, tokens.num_fills, inputs, tuple(growing))
+
+    def grow(self) -> None:
+        """Make it the inputs of the latest step of the run."""
+        num_steps = self.run.num_steps_before - self.num_steps_before
+        for counts, one in self.growing:
+            np.add(counts, one if num_steps == 1 else num_steps, counts)
+        self.num_steps_before = self.run.num_steps_before
 
 
 class PrepareInputs:
@@ -23,21 +59,54 @@ class PrepareInputs:
 
     A request samples when its last known token is scheduled: a prompt chunk that is not the last one gets no logits,
     unless its prompt's log probabilities are wanted.
+
+    In a :class:`~twostroke.stages.records.DecodeRun` what counts tokens is made larger where it lies, and the record is
+    that of the step before.
     """
 
-    def __init__(self, table: RequestTable, buffers: InputBuffers) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        buffers: InputBuffers,
+        make_upload: Callable[[RequestTable, InputBuffers], InputUpload] = input_upload,
+    ) -> None:
+        """``make_upload`` says how the inputs get to the device."""
         self._table = table
         self._buffers = buffers
         count = max(buffers.max_tokens, buffers.max_reqs) + 1
         self._counting: IntArray = np.arange(count)
         self._offsets = self._counting[: buffers.max_reqs + 1].astype(np.int32)
-        self._look_up = token_lookup(table, buffers)
+        self._bring = make_upload(table, buffers)
         self._rows = self._row_starts = self._counting[:0]
+        self._kept: list[_Kept | None] = [None] * buffers.depth
 
     def __call__(self, batch: Batch) -> PreparedInputs:
         """Fill the buffers and say where the logits of this step come from."""
-        table, buffers, heads = self._table, self._buffers, self._buffers.heads
+        buffers, run = self._buffers, batch.latest_of_run()
         buffers.begin_step()
+        slot = buffers.slot
+        kept, self._kept[slot] = self._kept[slot], None  # an interrupt on the way leaves nothing that is half grown
+        is_kept = kept is not None and kept.run is run and kept.num_fills == buffers.tokens.num_fills
+        if kept is None or not is_kept or not self._grow(kept, batch):
+            inputs = self._prepare(batch)
+            owes = run is not None and self._table.owes_prompt_logprobs[batch.rows].any()
+            if run is None or owes or len(inputs.sampling_reqs) < batch.num_reqs:
+                return inputs
+            kept = _Kept.of(run, inputs, buffers.tokens)
+        self._kept[slot] = kept
+        return kept.inputs
+
+    def _grow(self, kept: _Kept, batch: Batch) -> bool:
+        """Make what is kept the inputs of this step of its run; False where the step samples otherwise."""
+        run = kept.run
+        if self._table.num_tokens[run.rows].tobytes() != run.num_known_tokens.tobytes():
+            return False
+        kept.grow()
+        self._bring(batch.num_tokens)
+        return True
+
+    def _prepare(self, batch: Batch) -> PreparedInputs:
+        table, buffers, heads = self._table, self._buffers, self._buffers.heads
         num_reqs, num_tokens = len(batch.req_ids), batch.num_tokens
         scheduled, computed = batch.num_scheduled_tokens, batch.num_computed_tokens
         seq_lens, row_starts = computed + scheduled, self._starts_of(batch.rows)
@@ -66,10 +135,7 @@ class PrepareInputs:
 
         self._fill_tokens(positions, starts, logits_indices, sampled_index)
         self._fill_requests(ends, seq_lens, num_tokens)
-        buffers.tokens.flush_first(num_tokens)
-        buffers.requests.flush()
-        # Gathered on the device: the latest tokens may not have reached the host.
-        self._look_up(num_tokens)
+        self._bring(num_tokens)
 
         max_query_len = 1 if is_decode else int(scheduled.max(initial=0))
         offsets_and_lengths = buffers.requests.array
@@ -87,7 +153,6 @@ class PrepareInputs:
             sampling_logits=sampling_logits,
             prompt_spans=spans,
             max_query_len=max_query_len,
-            max_seq_len=int(np.maximum.reduce(seq_lens, initial=0)),
             is_uniform_decode=max_query_len == 1,
             sampled_index=heads.sampled_index.first(num_sampling),
             is_sampled_in_order=not spans,

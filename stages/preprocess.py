@@ -10,11 +10,18 @@ class Preprocess:
     """Token-id inputs. Models with embeddings or other inputs get a stage of their own here."""
 
     def __init__(self, buffers: InputBuffers) -> None:
-        self._buffers = buffers
+        self._heads = buffers.heads
+        self._latest: tuple[int, ModelInputs] | None = None
 
     def __call__(self, inputs: PreparedInputs, execution: BatchExecutionDescriptor) -> ModelInputs:
         """Ids and positions cut to the padded number of tokens; the tail is padding already."""
-        return ModelInputs(
-            input_ids=self._buffers.heads.input_ids.first(execution.num_tokens),
-            positions=self._buffers.heads.positions.first(execution.num_tokens),
-        )
+        num_tokens = execution.num_tokens
+        if self._latest is None or self._latest[0] != num_tokens:  # most steps are of the size of the one before
+            self._latest = (
+                num_tokens,
+                ModelInputs(
+                    input_ids=self._heads.input_ids.first(num_tokens),
+                    positions=self._heads.positions.first(num_tokens),
+                ),
+            )
+        return self._latest[1]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from .attention import AttentionPlan
 
@@ -27,13 +27,31 @@ class CUDAGraphMode(Enum):
     PIECEWISE = 1
     FULL = 2
 
+    __hash__ = object.__hash__  # there is one object a member; the library's own goes by name, in Python
+
+
+@define(eq=False)
+class DecodeRun:
+    """Steps one after the other that decode the same requests, each of them one token further than the step before.
+
+    All known tokens of the requests are computed then, so all of them sample. ``rows`` is the same object in all steps;
+    ``num_computed_tokens`` and ``num_known_tokens``, one more each, are those of the latest step, the
+    ``num_steps_before``-th (from 0).
+    """
+
+    rows: IntArray
+    num_computed_tokens: IntArray
+    num_known_tokens: IntArray
+    num_steps_before: int = 0
+
 
 @frozen(eq=False)
 class Batch:
     """The requests of this step (update_states). Arrays are int64 ``[num_reqs]``, in batch order.
 
     ``rows`` are rows of the request table, ``num_scheduled_tokens`` the tokens to compute now,
-    ``num_computed_tokens`` those computed before.
+    ``num_computed_tokens`` those computed before. ``run`` is the run of steps that this one belongs to, or None: what
+    a stage has kept of an earlier step of that very run holds, as many tokens further as there were steps.
     """
 
     req_ids: Sequence[str]
@@ -44,11 +62,19 @@ class Batch:
     has_lora: bool = False
     eager_reason: str | None = None
     """Why this step must not use a graph (its inputs differ from what a graph can replay), or None."""
+    run: DecodeRun | None = field(default=None, eq=False)
 
     @property
     def num_reqs(self) -> int:
         """Requests in the batch."""
         return len(self.req_ids)
+
+    def latest_of_run(self) -> DecodeRun | None:
+        """``run``, if this is its latest step and still what update_states made it: an edit replaces the arrays."""
+        run = self.run
+        if run is None or run.num_computed_tokens is not self.num_computed_tokens or run.rows is not self.rows:
+            return None
+        return run
 
 
 class PromptSpan(NamedTuple):
@@ -70,7 +96,8 @@ class PreparedInputs:
     last known token is scheduled), ``sampling_logits`` the logits row of each. ``prompt_spans`` ask for prompt
     logprobs. ``*_host`` are the host copies. ``is_uniform_decode``: every request schedules one token.
     ``sampled_index`` int64 ``[num_sampling]`` says where in the flattened token table the sampled tokens belong.
-    ``is_sampled_in_order``: ``sampling_logits`` are known to be 0, 1, 2, …
+    ``is_sampled_in_order``: ``sampling_logits`` are known to be 0, 1, 2, … Steps of one :class:`DecodeRun` may share a
+    record: the buffers that it shows are what changes.
     """
 
     input_ids: torch.Tensor
@@ -86,10 +113,17 @@ class PreparedInputs:
     sampling_logits: IntArray
     prompt_spans: tuple[PromptSpan, ...]
     max_query_len: int
-    max_seq_len: int
+    _max_seq_len: int | None = field(default=None, alias="max_seq_len")
     is_uniform_decode: bool
     sampled_index: torch.Tensor | None = None
     is_sampled_in_order: bool = False
+
+    @property
+    def max_seq_len(self) -> int:
+        """The largest of ``seq_lens``; read from them where the constructor was not given it."""
+        if self._max_seq_len is not None:
+            return self._max_seq_len
+        return int(np.maximum.reduce(self.seq_lens_host, initial=0))
 
 
 class BatchDescriptor(NamedTuple):

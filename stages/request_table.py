@@ -57,7 +57,10 @@ class RequestRecord:
 
 
 def seed_of(req_id: str, params: SamplingParams, engine_seed: int) -> int:
-    """The request's 64-bit seed: its own, or a hash of the engine's seed and its id, so that arrival order is moot."""
+    """The request's 64-bit seed: its own, or a hash of the engine's seed and its id, so that arrival order is moot.
+
+    An id that comes again draws the same: the serving loop gives such a request a seed of its own.
+    """
     if params.seed is not None:
         return params.seed % 2**64
     digest = hashlib.blake2b(req_id.encode(), digest_size=8, key=engine_seed.to_bytes(16, "little", signed=True))
@@ -266,9 +269,11 @@ class RequestTable:
 
     def flush(self) -> None:
         """Launch the copies of all host edits, and let the columns do the same."""
-        for row, start, tokens in self._uploads:
-            self.device.upload(torch.from_numpy(tokens), self.token_ids[row, start : start + len(tokens)])
-        self._uploads.clear()
+        if self._uploads:
+            width = self.token_ids.shape[1]
+            starts = [row * width + start for row, start, _ in self._uploads]
+            self.device.scatter([tokens for _, _, tokens in self._uploads], starts, self.token_ids.view(-1))
+            self._uploads.clear()
         for column in self.columns:
             column.flush()
 

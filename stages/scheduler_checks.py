@@ -16,7 +16,7 @@ from .prompt_logprobs import PromptLogprobs
 from .records import IntArray
 from .request_table import RequestRecord, RequestTable, TokenArray, seed_of
 from .step_changes import Binding, Continuation, StepChanges, StepLimits
-from .step_reading import check_blocks, check_new, read_integers, read_tokens
+from .step_reading import WrittenBlocks, check_blocks, check_new, read_integers, read_tokens
 
 
 class SchedulerOutputCheck:
@@ -32,6 +32,7 @@ class SchedulerOutputCheck:
         self._limits = limits
         self._finished = set(output.finished_req_ids)
         self._preempted = set(output.preempted_req_ids or ()) - self._finished
+        self._written = WrittenBlocks()
         cached = output.scheduled_cached_reqs
         self._check_shape(cached)
         resumed_ids = cached.resumed_req_ids
@@ -176,7 +177,8 @@ class SchedulerOutputCheck:
                 req_id=req_id,
             )
         check_blocks(binding.block_ids, len(self._table.block_tables), self._limits.num_blocks, req_id)
-        for table, ids in zip(self._table.block_tables, binding.block_ids, strict=True):
+        for group, (table, ids) in enumerate(zip(self._table.block_tables, binding.block_ids, strict=True)):
+            self._written.add(req_id, group, ids[computed // table.block_size :])
             self._check_block_count(req_id, len(ids), computed + num_scheduled, table.block_size)
             if len(ids) > table.max_blocks:
                 raise InvalidSchedulerOutput(_TOO_MANY_BLOCKS.format(len(ids), table.max_blocks), req_id=req_id)
@@ -220,6 +222,7 @@ class SchedulerOutputCheck:
         for group, table in enumerate(self._table.block_tables):
             held, size, width = table.counts[rows], table.block_size, table.max_blocks
             for index, new_ids in blocks:
+                self._written.add(ids[index], group, new_ids[group])
                 held[index] += len(new_ids[group])
                 if held[index] > width:
                     raise InvalidSchedulerOutput(_TOO_MANY_BLOCKS.format(held[index], width), req_id=ids[index])

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from .io import BlockIds
+from .records import DecodeRun
 from .request_table import RequestRecord, TokenArray
 
 
@@ -40,7 +41,7 @@ class Continuation:
     """Requests that keep their rows (parallel), and the few of them that also get blocks or other tokens, by row.
 
     Those that get one block of each KV-cache group may be given as arrays: ``one_block_rows`` ``[n]``, and
-    ``one_block_ids`` ``[n, num_groups]``.
+    ``one_block_ids`` ``[n, num_groups]``. ``run`` is the run of steps that the step belongs to, where it is in one.
     """
 
     req_ids: Sequence[str]
@@ -51,6 +52,7 @@ class Continuation:
     tokens: Sequence[tuple[int, int, TokenArray]]
     one_block_rows: npt.NDArray[np.int64] | None = None
     one_block_ids: npt.NDArray[np.int64] | None = None
+    run: DecodeRun | None = None
 
 
 @frozen(eq=False)

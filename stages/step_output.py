@@ -49,15 +49,15 @@ class SampledDownload:
     def launch(cls, output: SamplerOutput, device: Device) -> SampledDownload:
         """Start copying everything that the host wants to know."""
 
-        def download(tensors: LogprobsTensors | None) -> tuple[Download, ...]:
-            return () if tensors is None else tuple(device.download(tensor) for tensor in tensors)
+        def download(tensors: LogprobsTensors) -> tuple[Download, ...]:
+            return tuple([device.download(tensor) for tensor in tensors])
 
         return cls(
             output,
             device.download(output.sampled_token_ids),
             None if output.health is None else device.download(output.health),
-            download(output.logprobs),
-            tuple(download(tensors) for tensors in output.prompt_logprobs),
+            () if output.logprobs is None else download(output.logprobs),
+            tuple([download(tensors) for tensors in output.prompt_logprobs]) if output.prompt_logprobs else (),
         )
 
     def ready(self) -> bool:
@@ -66,42 +66,40 @@ class SampledDownload:
         copies = (self._token_ids, *rest, *self._logprobs, *(copy for part in self._prompt_logprobs for copy in part))
         return all(copy.ready() for copy in copies)
 
-    def wait(self, req_ids: Sequence[str], vocab_size: int) -> SampledOnHost:
-        """Wait for all of it. ``req_ids`` are the requests that sampled, in order."""
+    def wait(self, req_ids: Sequence[str], vocab_size: int, are_checked: bool = False) -> SampledOnHost:
+        """Wait for all of it. ``req_ids`` are the requests that sampled, in order; ``are_checked``: their ids are."""
         token_ids, output = self._token_ids.wait(), self._output
+        errors: dict[int, Exception] = {}
         num_nans: dict[int, int] = {}
-        reasons: dict[int, str] = {}
         if self._health is not None:
             health = self._health.wait()
-            for position in np.flatnonzero(health).tolist():
-                reasons[position] = _NOTHING_LEFT
+            for position in map(int, np.flatnonzero(health)):
+                reason = _NOTHING_LEFT
                 if health[position] != NOTHING_LEFT:
                     num_nans[position] = int(health[position])
-                    reasons[position] = f"the model gave {num_nans[position]} NaN among its logits"
-        if len(token_ids) and not 0 <= np.minimum.reduce(token_ids) <= np.maximum.reduce(token_ids) < vocab_size:
-            for position in np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size)).tolist():
-                reasons.setdefault(
-                    position, f"sampled token {token_ids[position]} is outside the vocabulary of {vocab_size}"
-                )
-        return SampledOnHost(
-            token_ids,
-            {position: _failure(req_ids[position], reason) for position, reason in reasons.items()},
-            num_nans,
-            _lists(self._logprobs, output.num_logprobs),
-            output.logprobs_reqs,
-            tuple(lists for part in self._prompt_logprobs if (lists := _lists(part, None)) is not None),
-        )
+                    reason = f"the model gave {num_nans[position]} NaN among its logits"
+                errors[position] = _failure(req_ids[position], reason)
+        if not (are_checked or are_in_vocabulary(token_ids, vocab_size)):
+            for position in map(int, np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))):
+                reason = f"sampled token {token_ids[position]} is outside the vocabulary of {vocab_size}"
+                errors.setdefault(position, _failure(req_ids[position], reason))
+        prompt_logprobs = tuple([_arrived(part, None) for part in self._prompt_logprobs])
+        logprobs = _arrived(self._logprobs, output.num_logprobs) if self._logprobs else None
+        return SampledOnHost(token_ids, errors, num_nans, logprobs, output.logprobs_reqs, prompt_logprobs)
+
+
+def are_in_vocabulary(token_ids: HostArray, vocab_size: int) -> bool:
+    """Whether all ids, int64 ``[n]``, are. In one look: as unsigned numbers, negative ones are large."""
+    return not len(token_ids) or int(np.maximum.reduce(token_ids.view(np.uint64))) < vocab_size
 
 
 def _failure(req_id: str, reason: str) -> RequestFailed:
     return (NothingToSample if reason is _NOTHING_LEFT else RequestFailed)(req_id, reason)
 
 
-def _lists(copies: tuple[Download, ...], num_logprobs: IntArray | None) -> LogprobsLists | None:
-    """Arrived log probabilities; columns beyond a row's ``num_logprobs`` hold -1 and ``-inf``."""
-    if not copies:
-        return None
-    token_ids, logprobs, ranks = (copy.wait() for copy in copies)
+def _arrived(copies: tuple[Download, ...], num_logprobs: IntArray | None) -> LogprobsLists:
+    """Log probabilities that were waited for; columns beyond a row's ``num_logprobs`` hold -1 and ``-inf``."""
+    token_ids, logprobs, ranks = [copy.wait() for copy in copies]
     if num_logprobs is None:
         return LogprobsLists(token_ids, logprobs, ranks)
     unasked = np.arange(token_ids.shape[1]) > num_logprobs[:, None]
@@ -124,6 +122,11 @@ class StepOutput(AsyncModelRunnerOutput):
     def is_collected(self) -> bool:
         """Whether the output, or its error, is known on the host."""
         return self._build is None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the steps after this one have to wait for it, or for its error."""
+        return self._build is not None or self._error is not None
 
     def ready(self) -> bool:
         """Whether ``get_output`` would return at once."""

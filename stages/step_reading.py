@@ -55,20 +55,46 @@ def check_blocks(block_ids: BlockIds, num_groups: int, num_blocks: int, req_id: 
             raise InvalidSchedulerOutput(f"a block is listed twice in {ids!r:.80}", req_id=req_id)
 
 
+class WrittenBlocks:
+    """Who writes which blocks in a step: keys and values of two requests in one block spoil each other."""
+
+    def __init__(self) -> None:
+        self._writers: dict[tuple[int, int], str] = {}
+
+    def add(self, req_id: str, group: int, block_ids: Sequence[int]) -> None:
+        """A request is given blocks of a KV-cache group to write to.
+
+        Raises:
+            InvalidSchedulerOutput: another request is given one of them, too.
+        """
+        for block in block_ids:
+            writer = self._writers.setdefault((group, int(block)), req_id)
+            if writer != req_id:
+                raise InvalidSchedulerOutput(
+                    f"is given block {block} to write to, and so is {writer!r}; requests share only blocks that are "
+                    "computed already",
+                    req_id=req_id,
+                )
+
+
 def read_one_block_each(block_ids: Sequence[BlockIds], num_groups: int, num_blocks: int) -> IntArray | None:
     """Block ids of requests that get one block of each group, int64 ``[len(block_ids), num_groups]``.
 
     None where some get another number or where :func:`check_blocks` would refuse any: it then says which.
     """
     try:
-        array = np.array(block_ids)
-    except (ValueError, TypeError):  # of different lengths, or no lists at all
+        flat = [block for ids in block_ids for (block,) in ids]
+        has_all_groups = set(map(len, block_ids)) == {num_groups}
+        array = np.array(flat)
+    except (ValueError, TypeError):  # of other lengths, or no lists at all
         return None
-    if array.shape != (len(block_ids), num_groups, 1) or array.dtype.kind not in "iu":
+    if not has_all_groups or array.dtype.kind not in "iu":
         return None
-    if not (array.min() > NULL_BLOCK and array.max() < num_blocks):
+    if min(flat) <= NULL_BLOCK or max(flat) >= num_blocks:
         return None
-    return array[:, :, 0].astype(np.int64, copy=False)
+    if any(len(set(flat[group::num_groups])) < len(block_ids) for group in range(num_groups)):  # see WrittenBlocks
+        return None
+    return array.astype(np.int64, copy=False).reshape(-1, num_groups)
 
 
 def check_new(data: NewRequestData) -> None:

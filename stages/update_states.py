@@ -82,7 +82,8 @@ class UpdateStates:
             scheduled = _joined(scheduled, [counts[req_id] for req_id in bound_ids])
             computed = _joined(computed, [binding.num_computed_tokens for binding in bindings])
         transaction.request_ids = req_ids
-        return Batch(req_ids, rows, scheduled, computed, scheduler_output.total_num_scheduled_tokens)
+        total = scheduler_output.total_num_scheduled_tokens
+        return Batch(req_ids, rows, scheduled, computed, total, run=continued.run)
 
 
 def _joined(first: IntArray, second: list[int]) -> IntArray:

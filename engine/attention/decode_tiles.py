@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, frozen
+from attrs import define
 
 from ...stages.attention import AttentionBatch
 from ...stages.records import IntArray
@@ -45,11 +46,7 @@ class _GrowingTile:
         slots = _with_room(tile.slots.numpy().reshape(tile.num_reqs, -1))
         return cls(tile, requests, padding, is_even, slots, slice(0))
 
-    def has_room(self) -> bool:
-        """Whether a key more leaves the tile small enough; that of one request may be any size."""
-        return self.tile.num_reqs == 1 or self.tile.num_reqs * self.tile.num_keys < _MOST_KEYS
-
-    def grow(self, new_slots: IntArray) -> Tile:
+    def grow(self, new_slots: IntArray) -> tuple[Tile, ...]:
         """The tile with one key more for each request; ``new_slots`` are those of the whole batch."""
         tile, new = self.tile, new_slots[self.requests]
         num_keys = tile.num_keys + 1
@@ -63,7 +60,7 @@ class _GrowingTile:
             seen = np.arange(num_keys) < (num_keys - self.padding)[:, None]
             mask = torch.from_numpy(seen[:, None, None])
         self.tile = Tile(tile.num_reqs, 1, num_keys, tile.tokens, slots, mask, False)
-        return self.tile
+        return (self.tile,)
 
     def _append(self, new: IntArray, num_keys: int) -> IntArray:
         slots = self.slots
@@ -79,18 +76,63 @@ class _GrowingTile:
         return slots[:, :num_keys].reshape(-1)
 
 
+class _EvenTiles:
+    """Tiles of one width without padding, which grow together: their slots lie in one array, tile after tile."""
+
+    def __init__(self, parts: Sequence[_GrowingTile]) -> None:
+        self._tiles = [part.tile for part in parts]
+        self._num_keys = parts[0].tile.num_keys
+        self._requests: IntArray = np.concatenate([_listed(part.requests) for part in parts])
+        self._slots: IntArray = np.concatenate([part.slots for part in parts if part.slots is not None])
+        self._sizes = [tile.num_reqs for tile in self._tiles]
+
+    def grow(self, new_slots: IntArray) -> tuple[Tile, ...]:
+        """The tiles with one key more for each request; ``new_slots`` are those of the whole batch."""
+        self._num_keys = num_keys = self._num_keys + 1
+        if num_keys > self._slots.shape[1]:
+            self._slots = _with_room(self._slots)
+        self._slots[:, num_keys - 1] = new_slots[self._requests]
+        flat = torch.from_numpy(self._slots[:, :num_keys].reshape(-1))
+        slots = flat.split([size * num_keys for size in self._sizes])
+        return tuple(
+            [
+                Tile(tile.num_reqs, 1, num_keys, tile.tokens, part, None, False)
+                for tile, part in zip(self._tiles, slots, strict=True)
+            ]
+        )
+
+
+def _grouped(tiles: Sequence[_GrowingTile]) -> Iterator[tuple[tuple[int, ...], _GrowingTile | _EvenTiles]]:
+    """What grows on its own or together, with the places of its tiles among ``tiles``."""
+    by_width: dict[tuple[int, int], list[int]] = {}
+    for place, part in enumerate(tiles):
+        is_plain = part.is_even and part.slots is not None
+        by_width.setdefault((part.tile.num_keys, -1 if is_plain else place), []).append(place)
+    for places in by_width.values():
+        parts = [tiles[place] for place in places]
+        yield tuple(places), _EvenTiles(parts) if len(parts) > 1 else parts[0]
+
+
+def _listed(requests: slice | IntArray) -> IntArray:
+    return np.arange(requests.start, requests.stop) if isinstance(requests, slice) else requests
+
+
 def _with_room(slots: IntArray) -> IntArray:
     """A copy with more columns, which repeat the last one."""
     return np.pad(slots, ((0, 0), (0, max(_ROOM, slots.shape[1] // 4))), mode="edge")
 
 
-@frozen(eq=False)
+@define(eq=False)
 class _Kept:
-    """The tiles of one sliding window (None for none), and how they lie in the batch, as in a :class:`Tiling`."""
+    """The tiles of one sliding window (None for none), and how they lie in the batch, as in a :class:`Tiling`.
 
-    tiles: tuple[_GrowingTile, ...]
+    ``parts`` grow; each has the places of its tiles. ``num_steps`` is how many keys more leave all tiles small enough.
+    """
+
+    parts: tuple[tuple[tuple[int, ...], _GrowingTile | _EvenTiles], ...]
     ranges: tuple[slice, ...]
     order: torch.Tensor | None
+    num_steps: int
 
 
 class HostArrays:
@@ -128,6 +170,7 @@ class DecodeTiles:
         num_blocks = -(-self._lens // block_size)
         self._width = int(num_blocks.max())
         self._is_used: npt.NDArray[np.bool_] = np.arange(self._blocks.shape[1]) < num_blocks[:, None]
+        self._ids = self._blocks[:, : self._width].tobytes()
         self._kept: dict[int | None, _Kept] = {}
         self._steps_in_blocks = self._steps_until_a_border()
 
@@ -144,8 +187,10 @@ class DecodeTiles:
     def keep(self, window: int | None, tiling: Tiling) -> None:
         """Let the tiling of a window grow with the steps that follow."""
         if window is None or int(self._lens.max()) <= window:
-            tiles = tuple(_GrowingTile.of(tile, self._lens) for tile in tiling.tiles)
-            self._kept[window] = _Kept(tiles, tiling.ranges, tiling.order)
+            parts = tuple(_grouped([_GrowingTile.of(tile, self._lens) for tile in tiling.tiles]))
+            # A tile of one request may be of any size.
+            rooms = [_MOST_KEYS // tile.num_reqs - tile.num_keys for tile in tiling.tiles if tile.num_reqs > 1]
+            self._kept[window] = _Kept(parts, tiling.ranges, tiling.order, min(rooms, default=2**62))
 
     def follow(self, batch: AttentionBatch) -> bool:
         """Go on to ``batch`` if it follows; else nothing is changed and a new object is needed."""
@@ -159,9 +204,12 @@ class DecodeTiles:
         blocks, width = arrays("blocks", batch.block_table), self._width
         if blocks.shape != self._blocks.shape:
             return False
-        differs = blocks[:, :width] != self._blocks[:, :width]
-        if np.logical_or.reduce(differs & self._is_used[:, :width], axis=None):
-            return False
+        ids = blocks[:, :width].tobytes()
+        if ids != self._ids:  # what is beyond a request's blocks may differ
+            differs = blocks[:, :width] != self._blocks[:, :width]
+            if np.logical_or.reduce(differs & self._is_used[:, :width], axis=None):
+                return False
+            self._ids = ids
         self._lens = lens
         self._steps_in_blocks -= 1
         if self._steps_in_blocks < 0:
@@ -189,8 +237,11 @@ class DecodeTiles:
             return None
         new_slots = self._arrays("slots", batch.slot_mapping)[: self._num_real]
         is_hiding = window is not None and int(self._lens.max()) > window
-        if is_hiding or np.minimum.reduce(new_slots) < 0 or not all(tile.has_room() for tile in kept.tiles):
+        if is_hiding or np.minimum.reduce(new_slots) < 0 or kept.num_steps < 1:
             del self._kept[window]
             return None
-        tiles = tuple(tile.grow(new_slots) for tile in kept.tiles)
-        return Tiling(tiles, kept.ranges, kept.order)
+        kept.num_steps -= 1
+        tiles: dict[int, Tile] = {}
+        for places, part in kept.parts:
+            tiles.update(zip(places, part.grow(new_slots), strict=True))
+        return Tiling(tuple([tiles[place] for place in range(len(tiles))]), kept.ranges, kept.order)

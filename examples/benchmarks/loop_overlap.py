@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from twostroke.engine import EngineConfig, SamplingParams, ServingLoop, build_runner
 from twostroke.engine.models import Decoder, random_model, tiny_config
+from twostroke.stages.device import HostArray, HostDevice
 from twostroke.stages.forward_context import ForwardContext
 from twostroke.stages.records import ModelInputs
 
@@ -77,6 +78,9 @@ class Accelerator:
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
+
+    def scatter(self, pieces: Sequence[HostArray], starts: Sequence[int], target: torch.Tensor) -> None:
+        HostDevice().scatter(pieces, starts, target)
 
     def download(self, source: torch.Tensor) -> Arrival:
         return Arrival(self, source)

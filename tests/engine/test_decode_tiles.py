@@ -179,3 +179,24 @@ def test_tiles_do_not_outgrow_their_bound() -> None:
         tiles = kept._tilings[None].tiles
         assert all(tile.num_reqs * tile.num_keys <= 1.3 * MAX_TILE_KEYS for tile in tiles)
         assert sum(tile.num_reqs for tile in tiles) == 400
+
+
+def test_tiles_of_one_width_grow_together_beyond_their_room(count_builds: Callable[[], int]) -> None:
+    decode = Decode([60] * 300 + [9, 40, 41], 16)
+    kept = plan_of(decode)
+    check_step(decode, kept)
+    count_builds()
+    widths = [tile.num_keys for tile in kept._tilings[None].tiles]
+    assert max(map(widths.count, widths)) > 1
+    for _ in range(18):
+        kept.plan(decode.batch())
+    assert count_builds() == 0
+    lens = np.array(decode.lens)
+    for tile in kept._tilings[None].tiles:
+        requests = np.arange(303)[tile.tokens] if isinstance(tile.tokens, slice) else tile.tokens.numpy()
+        assert isinstance(tile.slots, torch.Tensor)
+        slots = tile.slots.numpy().reshape(tile.num_reqs, tile.num_keys)
+        for row, request in enumerate(requests.tolist()):
+            positions = np.arange(lens[request])
+            expected = decode.tables[request, positions // 16] * 16 + positions % 16
+            assert slots[row, : lens[request]].tolist() == expected.tolist()

@@ -18,7 +18,7 @@ from twostroke.engine.scheduler import (
     Scheduler,
     SchedulerConfig,
 )
-from twostroke.fsm.errors import StepStateError
+from twostroke.fsm.errors import InputRefused, StepStateError
 from twostroke.stages.errors import RequestFailed
 from twostroke.stages.io import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput, SchedulerOutput
 from twostroke.stages.sampling_params import SamplingParams
@@ -194,6 +194,21 @@ def test_a_runner_may_leave_out_aborted_requests_but_no_live_one():
     assert caught.value.req_ids == ("b",)
     only_b = ModelRunnerOutput(req_ids=["b"], req_id_to_index={"b": 0}, sampled_token_ids=[[7]])
     assert [update.new_token_ids for update in subject.update_from_output(output, only_b)] == [[7]]
+
+
+@pytest.mark.parametrize("wrong", [None, [], EMPTY_MODEL_RUNNER_OUTPUT])
+def test_what_is_no_output_is_refused_by_its_kind_and_changes_nothing(wrong: object):
+    subject = scheduler()
+    subject.add_request("a", [1, 2], SamplingParams())
+    output = subject.schedule()
+    right = ran(output, {"a": [7]})
+    for settle in (lambda: subject.update_from_output(wrong, right), lambda: subject.rollback(wrong)):  # pyright: ignore[reportArgumentType]
+        with pytest.raises(InputRefused, match=f"the SchedulerOutput that schedule\\(\\) .*{type(wrong).__name__}"):
+            settle()
+    if wrong is not EMPTY_MODEL_RUNNER_OUTPUT:
+        with pytest.raises(InputRefused, match=f"with a ModelRunnerOutput, not a {type(wrong).__name__}"):
+            subject.update_from_output(output, wrong)  # pyright: ignore[reportArgumentType]
+    assert [update.new_token_ids for update in subject.update_from_output(output, right)] == [[7]]
 
 
 def test_calls_out_of_order_are_refused_and_change_nothing():

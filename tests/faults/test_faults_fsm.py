@@ -132,7 +132,7 @@ def test_T8_asking_changes_nothing(make: Callable[[], GuardedMachine], triggers:
 def test_T10_T12_T13_the_table_is_flat_and_the_model_bare(make: Callable[[], GuardedMachine], triggers: tuple) -> None:
     """States are plain names, no trigger was added by the library, and the model has no method to meet one."""
     machine = make()
-    owner: Machine = next(iter(machine._events.values())).machine
+    owner: Machine = next(iter(machine._moves.values())).event.machine
     assert set(owner.events) == {row.name for row in triggers}
     assert set(owner.states) == {row.name for row in machine.initial.__class__.__members__.values()}
     assert all(not hasattr(state, "states") for state in owner.states.values()), "nested states"
@@ -143,12 +143,12 @@ def test_T10_T12_T13_the_table_is_flat_and_the_model_bare(make: Callable[[], Gua
 
 def test_T10_a_runner_has_one_machine_for_its_steps(runner: ModelRunner) -> None:
     machine = runner._machine
-    events = machine._events
+    moves = machine._moves
     runner.dummy_run()
     runner.sleep()
     runner.wake_up()
     assert runner._machine is machine
-    assert machine._events is events
+    assert machine._moves is moves
 
 
 def test_T11_a_call_returns_after_its_effect() -> None:

@@ -109,6 +109,7 @@ WRONG: dict[str, Callable[[Any], SchedulerOutput]] = {
     "not in the pool": lambda build: decode(build, 2, blocks=[[20], [99], [21]]),
     "block ids must be integers": lambda build: decode(build, 2, blocks=[None, ["x"], None]),
     "new_block_ids has 2": lambda build: decode(build, 2, blocks=[[20], [21]]),
+    "given block 20 to write to": lambda build: decode(build, 2, blocks=[[20], None, [20]]),
     "KV-cache groups": lambda build: with_cached(build, new_block_ids=[([20], [21]), None, None]),
     "connector": lambda build: changed(build, kv_connector_metadata=object()),
     "listed twice": lambda build: decode(build, 2, ids=["a", "b", "b"]),
@@ -164,3 +165,20 @@ def test_nothing_is_remembered_beyond_a_step_that_was_undone(kit: Any, build: An
     assert batch.rows.tolist() == [kit.table.rows[req_id] for req_id in IDS]
     assert kit.table.num_tokens[batch.rows].tolist() == [5, 5, 5]
     assert not np.isin(batch.rows, kit.table._free_rows).any()
+
+
+@pytest.mark.parametrize("numbers", [[3.0, 3.0, 3.0], [3, 3, 2**70], [3, 3], [3, 3, 4], None])
+def test_a_run_ends_where_other_numbers_are_sent(kit: Any, build: Any, numbers: Any) -> None:
+    begin(kit, build)
+    first = kit.step(decode(build, 2), dict.fromkeys(IDS, 9))
+    assert first.run is not None
+    output = decode(build, 3)
+    wrong = evolve(output, scheduled_cached_reqs=evolve(output.scheduled_cached_reqs, num_computed_tokens=numbers))
+    with pytest.raises((InvalidSchedulerOutput, TypeError)):
+        kit.step(wrong)
+    second = kit.step(output, dict.fromkeys(IDS, 9))
+    assert second.latest_of_run() is not None
+    assert second.run is not first.run
+    third = kit.step(decode(build, 4, blocks=[[20], [21], [22]], outputs=[3, 3, 3]))
+    assert third.run is second.run
+    assert second.latest_of_run() is None

@@ -135,9 +135,24 @@ REFUSALS = {
         "max_num_seqs 4",
     ),
     "too many live requests": (
-        lambda b: b.output({f"n{i}": 1 for i in range(3)}, [b.new(f"n{i}", [1]) for i in range(3)]),
+        lambda b: b.output({f"n{i}": 1 for i in range(3)}, [b.new(f"n{i}", [1], [9 + i]) for i in range(3)]),
         None,
         "5 live requests",
+    ),
+    "two new requests in one block": (
+        lambda b: b.output({"m": 3, "n": 3}, [b.new("m", [1] * 3, [12]), b.new("n", [1] * 3, [12])]),
+        "n",
+        "given block 12 to write to, and so is 'm'",
+    ),
+    "a new request in a block that another one gets": (
+        lambda b: b.output({"a": 1, "n": 3}, [b.new("n", [1] * 3, [12])], b.cached("a", [3], [[12]])),
+        "a",
+        "given block 12 to write to, and so is 'n'",
+    ),
+    "one block for two": (
+        lambda b: b.output({"a": 1, "b": 1}, cached=b.cached(["a", "b"], [3, 2], [[12], [12]])),
+        "b",
+        "given block 12 to write to, and so is 'a'",
     ),
     "block outside the pool": (lambda b: b.output({"n": 2}, [b.new("n", [1, 2], [32])]), "n", "block 32"),
     "null block": (lambda b: b.output({"a": 1}, cached=b.cached("a", [3], [[0]])), "a", "block 0"),
@@ -333,3 +348,11 @@ def test_numpy_inputs_are_as_good_as_lists(kit: Any, build: Any) -> None:
     kit.step(build.output({"a": 3}, [data]))
     assert kit.tokens("a") == [1, 2, 3]
     assert kit.blocks("a") == [4]
+
+
+def test_new_requests_may_share_the_blocks_that_are_computed(kit: Any, build: Any) -> None:
+    start(kit, build, a=[1, 2, 3, 4, 5])
+    shared = kit.blocks("a")[0]
+    news = [build.new(req_id, [1, 2, 3, 4, 6], [shared, own], computed=4) for req_id, own in (("m", 20), ("n", 21))]
+    kit.step(build.output({"m": 1, "n": 1}, news))
+    assert [kit.blocks(req_id)[0] for req_id in "amn"] == [shared] * 3

@@ -6,7 +6,7 @@ with it, and what a download brings is not there until it is waited for; both ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -35,6 +35,11 @@ class LazyDevice:
         target.copy_(source)
         self._reading.append((source, source.clone()))
         self.num_uploads += 1
+
+    def scatter(self, pieces: Sequence[HostArray], starts: Sequence[int], target: torch.Tensor) -> None:
+        """Uploads of copies, one after another."""
+        for piece, start in zip(pieces, starts, strict=True):
+            self.upload(torch.from_numpy(piece.copy()), target[start : start + len(piece)])
 
     def download(self, source: torch.Tensor) -> LazyDownload:
         """A copy that arrives when it is waited for."""

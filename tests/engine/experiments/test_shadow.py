@@ -199,7 +199,7 @@ def test_another_backend_is_compared_by_what_its_plans_compute(runner: ModelRunn
             assert_same(serve(runner), expected)
     assert watch.num_agreed == watch.num_steps > 0, watch.summary()
     assert by_class.first is not None
-    assert by_class.first.difference.endswith("PagedCPUPlan and InvariantCPUPlan")
+    assert by_class.first.difference.endswith("CPUPlan and InvariantCPUPlan")
 
 
 def test_a_candidate_takes_what_its_own_annotations_say(runner: ModelRunner) -> None:

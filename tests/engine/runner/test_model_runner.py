@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from modes import MODES
 from twostroke.engine.config import EngineConfig
 from twostroke.engine.model_runner import ModelRunner, build_runner
 from twostroke.fsm import InputRefused, LifeState, StageFailed, StepState, StepStateError, WiringError
+from twostroke.fsm.guard import GuardedMachine
 from twostroke.stages.errors import InvalidGrammarOutput, InvalidSchedulerOutput
 from twostroke.stages.forward_context import Model
 from twostroke.stages.io import EMPTY_MODEL_RUNNER_OUTPUT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -293,6 +296,56 @@ def test_a_replaced_sampler_decides(runner: ModelRunner, driver: Driver) -> None
         runner.stages.replace("sample", always_seven)
         assert driver.stepped({"a": 3}).sampled_token_ids == [[7]]
     assert driver.stepped({"b": 2}).sampled_token_ids != [[7]]
+
+
+def test_leaving_restored_with_a_step_open_raises_the_callers_own_exception(
+    runner: ModelRunner, driver: Driver
+) -> None:
+    def edited_with_a_step_open(error: BaseException | None) -> None:
+        with runner.stages.restored():
+            runner.stages.insert(probe, before="forward")
+            runner.execute_model(driver.output({"a": 3}))
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        edited_with_a_step_open(KeyError("mine"))
+    assert any("left the edits in place: StepStateError" in note for note in raised.value.__notes__)
+    assert "probe" in runner.stages.names
+    runner.rollback()
+    runner.stages.remove("probe")
+    with pytest.raises(StepStateError, match=r"stages\.restored"):
+        edited_with_a_step_open(None)
+    runner.rollback()
+
+
+def probe(inputs: PreparedInputs) -> None:
+    """Takes part and gives nothing."""
+
+
+def test_what_an_interrupt_kept_from_the_caller_is_still_there(runner: ModelRunner, driver: Driver) -> None:
+    assert runner.last_output is None
+    first = driver.stepped({"a": 3})
+    assert runner.last_output is first
+    output = driver.output({"a": 1})
+    runner.execute_model(output)
+    assert runner.last_output is first
+
+    def interrupt(frame: FrameType, event: str, argument: Any) -> None:
+        """A signal that arrives when the machine is done: what it returns reaches nobody."""
+        if event == "return" and frame.f_code is GuardedMachine.fire.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.sample_tokens()
+    assert (runner.state, runner.num_steps) == (StepState.SAMPLED, 2)
+    lost = runner.last_output
+    assert lost is not None
+    assert lost is not first
+    driver.launched(output, lost)
+    driver.step({"a": 1})
 
 
 def test_edits_are_refused_while_a_step_is_open_and_checked_always(runner: ModelRunner, driver: Driver) -> None:

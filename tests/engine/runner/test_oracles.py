@@ -114,7 +114,7 @@ class Poison:
     def stage_failed(self, name: str, error: BaseException) -> None: ...
 
     def spoil(self) -> None:
-        table, buffers = self.parts.table, self.parts.buffers
+        table = self.parts.table
         live = set(table.rows.values())
         for row in range(table.num_rows):
             known = int(table.num_tokens[row]) if row in live else 0
@@ -124,11 +124,8 @@ class Poison:
                 blocks.blocks[row, int(blocks.counts[row]) if row in live else 0 :] = (
                     NULL_BLOCK if row == NULL_ROW else 2**31 - 1
                 )
-        buffers.input_ids.fill_(2**30)
-        for buffer in (buffers.tokens, buffers.requests, *buffers.slot_mapping, *buffers.block_table):
-            # Whatever a step that filled all of it may have left there.
-            array = buffer.pad(buffer.array.shape[-1]) if isinstance(buffer, PaddedBuffer) else buffer.array
-            array[:] = 2**30
+        if self.random.random() < 0.5:  # or the step goes on from what the one before left in the buffers
+            self.spoil_buffers()
         held = {
             int(block)
             for row in live
@@ -138,6 +135,15 @@ class Poison:
         free = [block for block in range(self.parts.kv_cache.num_blocks) if block not in held]
         for layer in self.parts.kv_cache.layers:
             layer[:, free] = torch.nan
+
+    def spoil_buffers(self) -> None:
+        buffers = self.parts.buffers
+        buffers.forget()
+        buffers.input_ids.fill_(2**30)
+        for buffer in (buffers.tokens, buffers.requests, *buffers.slot_mapping, *buffers.block_table):
+            # Whatever a step that filled all of it may have left there.
+            array = buffer.pad(buffer.array.shape[-1]) if isinstance(buffer, PaddedBuffer) else buffer.array
+            array[:] = 2**30
 
 
 @pytest.mark.parametrize("mode", MODES)

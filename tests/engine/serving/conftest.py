@@ -63,7 +63,7 @@ class EchoRunner:
         template = SimpleNamespace(render=lambda messages, add_generation_prompt: messages[-1]["content"] + ">")
         self.loaded = SimpleNamespace(tokenizer=tokenizer, chat_template=template, eos_token_ids=(EOS,))
         self.spec = SimpleNamespace(vocab_size=VOCAB_SIZE)
-        self.config = SimpleNamespace(async_scheduling=True)
+        self.config = SimpleNamespace(async_scheduling=True, seed=0)
         self.kv_cache_generation = 0
         self.kv_groups = tuple(SimpleNamespace(block_size=size) for size in config.block_sizes)
         self.step_seconds = step_seconds

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from twostroke.stages.sampling.draw import greedy_sample, gumbel_sample
+from twostroke.stages.sampling.draw import greedy_peaks, greedy_sample, gumbel_sample
 from twostroke.stages.sampling.random import (
     NoiseKeys,
     NoisePurpose,
@@ -173,3 +173,15 @@ def test_greedy_takes_the_first_of_the_largest(vocab: int):
     logits[4, vocab // 2] = torch.inf
     logits[5] = -torch.inf
     assert torch.equal(greedy_sample(logits), logits.argmax(dim=1))
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (3, 1024), (40, 1025), (5, 4096), (2, 5000)])
+def test_a_look_by_numpy_and_one_by_tiles_find_the_same(shape: tuple[int, int]) -> None:
+    logits = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    logits[0, shape[1] // 2 :] = logits[0].max()  # the first of equal ones
+    logits[-1, 3], logits[-1, 5] = torch.nan, torch.nan
+    for by_row in (logits, logits[:, 1:], torch.full_like(logits, -torch.inf)):
+        tokens, peaks = greedy_peaks(by_row)
+        tiled_tokens, tiled_peaks = greedy_peaks(by_row.double())  # numpy looks at float32 only
+        assert torch.equal(tokens, tiled_tokens)
+        torch.testing.assert_close(peaks.double(), tiled_peaks, rtol=0, atol=0, equal_nan=True)
