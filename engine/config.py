@@ -51,6 +51,8 @@ class EngineConfig:
     ``batch_invariant`` gives a request bit-equal logits alone and in any batch, chunking and padding, for more time.
     ``compile`` has ``torch.compile`` compile the decoder's pieces on a CPU while the first steps run: some 40 s, for
     no gain in decode.
+    ``native`` computes products and attention in float32 on a CPU by kernels in C, which the system's compiler makes
+    once for the machine; without a compiler, with another processor, and for products with ``compile``, torch computes.
     """
 
     model: str = "smollm2"
@@ -75,6 +77,7 @@ class EngineConfig:
     stages: tuple[tuple[str, str], ...] = field(default=(), converter=_pairs)
     batch_invariant: bool = False
     compile: bool = False
+    native: bool = True
 
     def resolve(
         self, spec: ModelSpec, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32

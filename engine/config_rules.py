@@ -113,7 +113,7 @@ def _check_values(config: EngineConfig) -> None:
     share = config.gpu_memory_utilization
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise InvalidConfig(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
-    for name in ("enable_prefix_caching", "async_scheduling", "batch_invariant", "compile"):
+    for name in ("enable_prefix_caching", "async_scheduling", "batch_invariant", "compile", "native"):
         if not isinstance(getattr(config, name), bool):
             raise InvalidConfig(f"{name} must be True or False, got {getattr(config, name)!r}")
     if config.compile and config.batch_invariant:

@@ -151,7 +151,12 @@ class RunnerLife:
         def load() -> None:
             model = self._model
             if model is None:
-                self.loaded = load_model(self.config.model, device=self.config.device, dtype=self.config.dtype)
+                self.loaded = load_model(
+                    self.config.model,
+                    device=self.config.device,
+                    dtype=self.config.dtype,
+                    native=self.config.native and not self.config.compile,
+                )
                 model = self.loaded.model
             self._model = model
             self.config = self._resolved(model)

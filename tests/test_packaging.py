@@ -104,7 +104,8 @@ def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_every_module_and_is_typed(unpacked_wheel: Path) -> None:
     folders = (ROOT / "engine" / "timeline_page", ROOT / "engine" / "serve" / "page")
     pages = (path.relative_to(ROOT) for folder in folders for path in folder.iterdir())
-    expected = {*MODULES, *pages, *(Path(package) / "py.typed" for package in TOP_LEVEL)}
+    sources = (path.relative_to(ROOT) for path in (ROOT / "engine" / "native").glob("*.[ch]"))
+    expected = {*MODULES, *pages, *sources, *(Path(package) / "py.typed" for package in TOP_LEVEL)}
     shipped = {path.relative_to(unpacked_wheel / "twostroke") for path in (unpacked_wheel / "twostroke").rglob("*.*")}
     assert shipped == expected
     assert list(unpacked_wheel.glob("*.dist-info/licenses/LICENSE")) != []

@@ -65,7 +65,11 @@ class LoadedModel:
 
 
 def load_model(
-    path_or_id: str, *, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto"
+    path_or_id: str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    native: bool = True,
 ) -> LoadedModel:
     """Load a Hugging Face folder, a GGUF file, ``"smollm2"`` or a hub id.
 
@@ -75,6 +79,7 @@ def load_model(
         path_or_id: see :func:`~.sources.open_checkpoint`.
         device: a torch device; "auto" is a GPU if there is one.
         dtype: a torch dtype or its name; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
+        native: whether products in float32 on a CPU are those of the native kernels, where these can be had.
 
     Raises:
         ModelLoadError: a model that is missing, corrupt, incomplete or not supported, or a device that is not there.
@@ -84,7 +89,7 @@ def load_model(
     checkpoint = open_checkpoint(path_or_id)
     config = _decoder_config(checkpoint)
     tokenizer = checkpoint.tokenizer()
-    model = _empty_model(config, checkpoint, device, _resolved_dtype(dtype, device, checkpoint))
+    model = _empty_model(config, checkpoint, device, _resolved_dtype(dtype, device, checkpoint), native=native)
     try:
         model.load_weights(checkpoint.tensors())
     except WeightsError as error:
@@ -124,9 +129,11 @@ def _decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
         raise ModelLoadError(f"{checkpoint.path}: its configuration is malformed ({problem})") from error
 
 
-def _empty_model(config: DecoderConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
+def _empty_model(
+    config: DecoderConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, native: bool
+) -> Decoder:
     try:
-        return Decoder(config, device=device, dtype=dtype)
+        return Decoder(config, device=device, dtype=dtype, native=native)
     except RuntimeError as error:  # torch has no other type for this on a CPU
         raise ModelLoadError(f"{checkpoint.path}: no memory for a model of this size on {device}: {error}") from error
 

@@ -16,7 +16,7 @@ from ...stages.specs import ModelSpec
 from .decoder_config import DecoderConfig
 from .linear import Linear
 from .norm import RMSNorm
-from .rope import rotate
+from .operations import Operations
 from .weights import DecoderWeights, fill
 
 Tensors = tuple[torch.Tensor, ...]
@@ -36,18 +36,18 @@ class _Layer:
     down: Linear
 
     @classmethod
-    def of(cls, weights: DecoderWeights, index: int, epsilon: float) -> _Layer:
+    def of(cls, weights: DecoderWeights, index: int, norm: Callable[[torch.Tensor], RMSNorm]) -> _Layer:
         layer = weights.layers[index]
         qkv, output, gate_up, down = (
             weights.linears[f"layers.{index}.{name}"] for name in ("qkv", "output", "gate_up", "down")
         )
         return cls(
-            input_norm=RMSNorm(layer.input_norm, epsilon),
+            input_norm=norm(layer.input_norm),
             qkv=qkv,
-            query_norm=None if layer.query_norm is None else RMSNorm(layer.query_norm, epsilon),
-            key_norm=None if layer.key_norm is None else RMSNorm(layer.key_norm, epsilon),
+            query_norm=None if layer.query_norm is None else norm(layer.query_norm),
+            key_norm=None if layer.key_norm is None else norm(layer.key_norm),
             output=output,
-            post_attention_norm=RMSNorm(layer.post_attention_norm, epsilon),
+            post_attention_norm=norm(layer.post_attention_norm),
             gate_up=gate_up,
             down=down,
         )
@@ -58,20 +58,29 @@ class Decoder:
 
     Piece 0 embeds and prepares the first attention, piece i finishes layer i - 1 and prepares attention i, the last
     piece ends with the final norm. Pieces take and return tensors only. Rotation tables reach ``spec.max_position``.
-    Weights start uninitialised: call :meth:`load_weights`.
+    Weights start uninitialised: call :meth:`load_weights`. With ``native``, products in float32 on a CPU are those of
+    the native kernels, where these can be had.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        self,
+        config: DecoderConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        native: bool = True,
     ) -> None:
         device = torch.device(device)
         self.config = config
-        self.weights = DecoderWeights.empty(config, device=device, dtype=dtype)
+        operations = _operations(native and device.type == "cpu" and dtype == torch.float32)
+        self.weights = DecoderWeights.empty(config, device=device, dtype=dtype, operations=operations)
         self._spec = config.spec()
         self._cosines, self._sines = config.rope.tables(config.max_position, device=device, dtype=dtype)
-        self._activate = _ACTIVATIONS[config.activation]
-        self._layers = tuple(_Layer.of(self.weights, index, config.rms_norm_eps) for index in range(config.num_layers))
-        self._norm = RMSNorm(self.weights.norm, config.rms_norm_eps)
+        self._gate = operations.gate(config.activation)
+        self._rotate = operations.rotate
+        norm = partial(operations.norm, epsilon=config.rms_norm_eps)
+        self._layers = tuple(_Layer.of(self.weights, index, norm) for index in range(config.num_layers))
+        self._norm = norm(self.weights.norm)
         self._between = tuple(partial(self._finish_and_prepare, pair) for pair in pairwise(self._layers))
 
     @property
@@ -174,22 +183,20 @@ class Decoder:
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = heads.split((num_heads, num_kv_heads), dim=1)
             heads = torch.cat((layer.query_norm(query), layer.key_norm(key)), dim=1)
-        query, key = rotate(heads, cosines, sines).split((num_heads, num_kv_heads), dim=1)
+        query, key = self._rotate(heads, cosines, sines).split((num_heads, num_kv_heads), dim=1)
         return query, key, value
 
     def _finish_layer(self, layer: _Layer, attended: torch.Tensor, residual: torch.Tensor, tap: Tap) -> torch.Tensor:
         """The residual after output projection and feed-forward; new memory, since a graph keeps the old."""
         residual = tap("attention", layer.output(attended.flatten(1))).add_(residual)
-        gate, up = layer.gate_up(layer.post_attention_norm(residual)).chunk(2, dim=-1)
-        return tap("residual", tap("mlp", layer.down(self._activate(gate).mul_(up))).add_(residual))
+        gated = self._gate(layer.gate_up(layer.post_attention_norm(residual)))
+        return tap("residual", tap("mlp", layer.down(gated)).add_(residual))
 
 
-_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_fast": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
+def _operations(native: bool) -> Operations:
+    """The native ones, if they are wanted and can be had, or torch's."""
+    if native:
+        from ..native.operations import native_operations
+
+        return native_operations() or Operations()
+    return Operations()

@@ -60,6 +60,7 @@ def random_model(
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    native: bool = True,
 ) -> Decoder:
     """A model of this Hugging Face configuration whose weights depend on ``seed`` alone, on every device.
 
@@ -68,7 +69,7 @@ def random_model(
     Raises:
         ModelLoadError: a configuration that :class:`DecoderConfig` refuses.
     """
-    model = Decoder(DecoderConfig.from_dict(config), device=device, dtype=dtype)
+    model = Decoder(DecoderConfig.from_dict(config), device=device, dtype=dtype, native=native)
     model.load_weights(_random_weights(model.parameters, torch.Generator().manual_seed(seed)))
     return model
 

@@ -10,6 +10,7 @@ from attrs import asdict, frozen
 from .decoder_config import DecoderConfig
 from .errors import WeightsError
 from .linear import Linear, gains_by_copy
+from .operations import Operations
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -102,8 +103,10 @@ class DecoderWeights:
     linears: Mapping[str, Linear]
 
     @classmethod
-    def empty(cls, config: DecoderConfig, *, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-        """Uninitialised tensors of the right shapes."""
+    def empty(
+        cls, config: DecoderConfig, *, device: torch.device, dtype: torch.dtype, operations: Operations
+    ) -> DecoderWeights:
+        """Uninitialised tensors of the right shapes, and the products that ``operations`` make of them."""
         embedding = torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         lm_head = embedding if config.tie_word_embeddings else torch.empty_like(embedding)
         layers = tuple(LayerWeights.empty(config, device=device, dtype=dtype) for _ in range(config.num_layers))
@@ -112,7 +115,7 @@ class DecoderWeights:
             layers=layers,
             norm=torch.empty(config.hidden_size, device=device, dtype=dtype),
             lm_head=lm_head,
-            linears=_linears(layers, lm_head),
+            linears=_linears(layers, lm_head, operations),
         )
 
     def named(self, config: DecoderConfig) -> dict[str, torch.Tensor]:
@@ -147,7 +150,7 @@ class DecoderWeights:
                 linear.refresh_if_stale()
 
 
-def _linears(layers: tuple[LayerWeights, ...], lm_head: torch.Tensor) -> dict[str, Linear]:
+def _linears(layers: tuple[LayerWeights, ...], lm_head: torch.Tensor, operations: Operations) -> dict[str, Linear]:
     parts: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {"lm_head": (lm_head, None)}
     for index, layer in enumerate(layers):
         parts[f"layers.{index}.qkv"] = layer.qkv, layer.qkv_bias
@@ -155,7 +158,7 @@ def _linears(layers: tuple[LayerWeights, ...], lm_head: torch.Tensor) -> dict[st
         parts[f"layers.{index}.gate_up"] = layer.gate_up, layer.gate_up_bias
         parts[f"layers.{index}.down"] = layer.down, layer.down_bias
     copied = sum(weight.nbytes for weight, _ in parts.values() if gains_by_copy(weight)) <= MOST_COPY_BYTES
-    return {name: Linear(weight, bias, keep_transposed=copied) for name, (weight, bias) in parts.items()}
+    return {name: operations.linear(weight, bias, keep_transposed=copied) for name, (weight, bias) in parts.items()}
 
 
 def fill(

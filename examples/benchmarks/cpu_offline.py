@@ -3,14 +3,15 @@
     python examples/benchmarks/cpu_offline.py --threads 1
     OMP_WAIT_POLICY=passive python examples/benchmarks/cpu_offline.py --threads 2
     python examples/benchmarks/cpu_offline.py --quick
-    python examples/benchmarks/cpu_offline.py --quick --compile
+    python examples/benchmarks/cpu_offline.py --quick --compile --torch
 
 32 requests with random prompts of 16 to 128 tokens and 16 to 64 greedy outputs; then one of 32 and 64. Every contender
 runs in the same process with the same weights, one after the other, again and again; the table shows medians. Peers are
 ``generate`` (one static batch, padded on the left: it runs until its longest request ends) and transformers' continuous
 batching. "linear layers alone" is the ceiling: the very steps that the scheduler made, with nothing but
 the products of rows with weights. With --compile the engine runs a second time with ``compile=True``, and what its
-compilation took (the first round less a later one) is printed. With two threads the engine is measured with one as
+compilation took (the first round less a later one) is printed; with --torch another time with ``native=False``, torch's
+kernels in the place of this package's. With two threads the engine is measured with one as
 well. Idle threads of OpenMP spin by default, which hurts when the cores are shared; hence the wait policy.
 """
 
@@ -34,6 +35,7 @@ from twostroke.stages.records import Batch, PreparedInputs
 
 Tokens = list[list[int]]
 COMPILED, ONE_THREAD = "twostroke, compiled", "twostroke, one thread"
+BY_TORCH = "twostroke, by torch"
 Step = tuple[int, int]
 """Rows that a step sends through the layers, and rows that it sends through the head."""
 
@@ -63,11 +65,12 @@ class Workload:
 class Engine:
     """This engine, through its runner and its scheduler, driven by the calling thread."""
 
-    def __init__(self, *, compiled: bool = False) -> None:
+    def __init__(self, *, compiled: bool = False, native: bool = True) -> None:
         config = EngineConfig(
             model="smollm2",
             device="cpu",
             compile=compiled,
+            native=native,
             dtype="float32",
             max_model_len=256,
             max_num_seqs=32,
@@ -196,7 +199,9 @@ class Contender:
     serve: Callable[[Workload], object]
 
 
-def contenders(num_threads: int, *, with_continuous: bool, with_compiled: bool = False) -> list[Contender]:
+def contenders(
+    num_threads: int, *, with_continuous: bool, with_compiled: bool = False, by_torch: bool = False
+) -> list[Contender]:
     """All of them, in the order of one round. The ceiling follows the engine, whose last schedule it repeats."""
     engine = Engine()
     other = HuggingFace(engine.loaded)
@@ -209,6 +214,8 @@ def contenders(num_threads: int, *, with_continuous: bool, with_compiled: bool =
         chosen.insert(1, Contender("continuous batching", num_threads, other.continuous))
     if with_compiled:
         chosen.append(Contender(COMPILED, num_threads, Engine(compiled=True).run))
+    if by_torch:
+        chosen.append(Contender(BY_TORCH, num_threads, Engine(native=False).run))
     if num_threads > 1:
         chosen.append(Contender(ONE_THREAD, 1, engine.run))
     return chosen
@@ -287,6 +294,11 @@ def report(results: Results) -> None:
             f"({results.processor_ratio(COMPILED, 'twostroke'):.2f} in CPU time); its compilation took "
             f"{results.first[COMPILED].wall - medians[COMPILED].wall:.1f} s of the first round"
         )
+    if BY_TORCH in medians:
+        print(
+            f"its native kernels make it {results.ratio('twostroke', BY_TORCH):.2f} times as fast as torch's "
+            f"({results.processor_ratio('twostroke', BY_TORCH):.2f} in CPU time)"
+        )
     if ONE_THREAD in medians:
         print(f"and is {results.ratio('twostroke', ONE_THREAD):.2f} times as fast as with one thread")
     print(results.agreement())
@@ -312,13 +324,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="counted rounds")
     parser.add_argument("--quick", action="store_true", help="a small workload, one round, no continuous batching")
     parser.add_argument("--compile", action="store_true", help="the engine with compile=True as well")
+    parser.add_argument("--torch", action="store_true", help="the engine with native=False as well")
     chosen = parser.parse_args()
     transformers.logging.set_verbosity_error()
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, {chosen.threads} of {os.cpu_count()} "
         f"cores, load before {os.getloadavg()[0]:.1f}"
     )
-    everyone = contenders(chosen.threads, with_continuous=not chosen.quick, with_compiled=chosen.compile)
+    everyone = contenders(
+        chosen.threads, with_continuous=not chosen.quick, with_compiled=chosen.compile, by_torch=chosen.torch
+    )
     for workload in workloads(quick=chosen.quick):
         report(measure(workload, everyone, 1 if chosen.quick else chosen.repeats))
 

@@ -49,7 +49,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 @pytest.fixture
 def model() -> Decoder:
     """Three layers, as wide as the products that keep a transposed copy."""
-    return random_model(tiny_config(num_hidden_layers=3, intermediate_size=640))
+    return random_model(tiny_config(num_hidden_layers=3, intermediate_size=640), native=False)
 
 
 def generate(runner: ModelRunner, num_tokens: int = 6) -> list[list[int]]:

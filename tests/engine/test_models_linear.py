@@ -65,7 +65,7 @@ def test_refresh_takes_in_what_torch_does_not_count() -> None:
 
 
 def test_loading_some_weights_reaches_the_copies(logits_of: Logits) -> None:
-    model, other = (random_model(tiny_config(**WIDE_CONFIG), seed=seed) for seed in (0, 1))
+    model, other = (random_model(tiny_config(**WIDE_CONFIG), seed=seed, native=False) for seed in (0, 1))
     copied = [name for name in model.tensors() if name.endswith("transposed")]
     assert copied == ["lm_head.transposed", "layers.0.gate_up.transposed", "layers.1.gate_up.transposed"]
     logits_of(model, TOKENS)
@@ -75,7 +75,7 @@ def test_loading_some_weights_reaches_the_copies(logits_of: Logits) -> None:
 
 
 def test_copies_are_released_and_come_back_with_the_weights(logits_of: Logits) -> None:
-    model = random_model(tiny_config(tie_word_embeddings=True, **WIDE_CONFIG))
+    model = random_model(tiny_config(tie_word_embeddings=True, **WIDE_CONFIG), native=False)
     before = logits_of(model, TOKENS)
     saved = {name: parameter.clone() for name, parameter in model.parameters.items()}
     owned = model.weights.owned()
@@ -92,9 +92,9 @@ def test_copies_are_released_and_come_back_with_the_weights(logits_of: Logits) -
 def test_a_model_too_large_for_copies_has_none(monkeypatch: pytest.MonkeyPatch, logits_of: Logits) -> None:
     assert MOST_COPY_BYTES == 2 * 2**30
     config = tiny_config(**WIDE_CONFIG)
-    expected = logits_of(random_model(config), TOKENS)
+    expected = logits_of(random_model(config, native=False), TOKENS)
     monkeypatch.setattr("twostroke.engine.models.weights.MOST_COPY_BYTES", 4 * 32 * (2 * 2 * WIDE + WIDE + 75))
-    model = random_model(config)
+    model = random_model(config, native=False)
     assert not any(name.endswith("transposed") for name in model.tensors())
     torch.testing.assert_close(logits_of(model, TOKENS), expected, atol=1e-4, rtol=1e-4)
 

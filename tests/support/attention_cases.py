@@ -11,6 +11,8 @@ from attrs import evolve, frozen
 from twostroke.engine.attention.paged_cpu import PagedCPUBackend
 from twostroke.engine.attention.triton_paged import TritonPagedBackend
 from twostroke.engine.backends import PDL_CAPABILITY
+from twostroke.engine.native.attention import NativeCPUBackend
+from twostroke.engine.native.library import load_native
 from twostroke.stages.attention import AttentionBackend, AttentionBatch, AttentionPlan
 from twostroke.stages.specs import NULL_BLOCK, PAD_SLOT, AttentionLayerSpec, KVCacheGroupSpec, ModelSpec
 
@@ -227,7 +229,14 @@ def _triton(case: Case) -> AttentionBackend:
     return TritonPagedBackend(case.spec, MAX_REQS, GPU_OR_CPU, pdl=pdl)
 
 
+def _native_or_torch() -> AttentionBackend:
+    """On machines where the native kernels can't be had, what a runner takes instead."""
+    library = load_native()
+    return PagedCPUBackend() if library is None else NativeCPUBackend(library)
+
+
 PAGED_CPU = Kit(CPU, lambda case: PagedCPUBackend())
+NATIVE_CPU = Kit(CPU, lambda case: _native_or_torch())
 TRITON = Kit(GPU_OR_CPU, _triton)
-KITS = {"paged_cpu": PAGED_CPU, "triton": TRITON}
+KITS = {"paged_cpu": PAGED_CPU, "native_cpu": NATIVE_CPU, "triton": TRITON}
 """On a machine with a GPU the Triton backend computes there, elsewhere under Triton's interpreter."""
