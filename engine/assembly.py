@@ -84,7 +84,7 @@ def assemble(
     stages = StageSet(
         execute=(
             ("update_states", update_states),
-            ("prepare_inputs", PrepareInputs(table, buffers)),
+            ("prepare_inputs", PrepareInputs(table, buffers, kernels.upload)),
             ("dispatch", dispatch),
             ("ubatch_slice", SliceUBatches(config.num_ubatches)),
             ("build_attn", BuildAttn(table, buffers, PlanCache(kernels.attention, groups))),

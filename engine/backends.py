@@ -10,6 +10,7 @@ from attrs import frozen
 
 from ..stages.commit import TokenStore, store_tokens
 from ..stages.device import Device, HostDevice
+from ..stages.input_upload import InputUpload, input_upload
 from ..stages.sample import Sample
 from .attention.invariant_cpu import InvariantCPUBackend
 from .attention.paged_cpu import PagedCPUBackend
@@ -18,11 +19,15 @@ from .graphs import ClosureGraphRunner, EagerRunner
 from .models import Decoder
 from .models.compiled import CompiledModel
 from .models.invariant import InvariantModel
+from .native.attention import NativeCPUBackend
+from .native.library import load_native
 
 if TYPE_CHECKING:
     from ..stages.attention import AttentionBackend
     from ..stages.forward_context import Model
     from ..stages.graphs import CUDAGraphRunner
+    from ..stages.input_buffers import InputBuffers
+    from ..stages.request_table import RequestTable
     from ..stages.sampling.columns import SamplingColumns
     from ..stages.sampling.step import TokenHistory
 
@@ -32,13 +37,17 @@ PDL_CAPABILITY = (9, 0)
 
 @frozen(kw_only=True, eq=False)
 class Kernels:
-    """Parts of a runner that differ with the device. ``sample`` makes the sample stage, ``store`` keeps its tokens."""
+    """Parts of a runner that differ with the device.
+
+    ``upload`` makes what brings the inputs there, ``sample`` the sample stage; ``store`` keeps its tokens.
+    """
 
     model: Model
     attention: AttentionBackend
     graphs: CUDAGraphRunner
     sample: Callable[[SamplingColumns, TokenHistory], Callable[..., object]] = Sample
     store: TokenStore = store_tokens
+    upload: Callable[[RequestTable, InputBuffers], InputUpload] = input_upload
 
 
 def kernels_for(model: Model, config: EngineConfig, device: Device) -> Kernels:
@@ -50,7 +59,9 @@ def kernels_for(model: Model, config: EngineConfig, device: Device) -> Kernels:
         return Kernels(model=InvariantModel(model), attention=InvariantCPUBackend(), graphs=graphs)
     if config.compile:
         model = CompiledModel(model)
-    return Kernels(model=model, attention=PagedCPUBackend(), graphs=graphs)
+    library = load_native("attention") if config.native else None
+    attention = PagedCPUBackend() if library is None else NativeCPUBackend(library)
+    return Kernels(model=model, attention=attention, graphs=graphs)
 
 
 def device_for(name: str) -> Device:
@@ -66,8 +77,9 @@ def _cuda(model: Model, config: EngineConfig, where: Device) -> Kernels:
     from .cuda.attention import cuda_attention
     from .cuda.fused_decoder import FusedDecoder, fuses
     from .cuda.graphs import CudaGraphRunner
+    from .cuda.inputs import CudaInputs
     from .cuda.sample import CudaSample
-    from .kernels.tokens import store_tokens as store_on_gpu
+    from .kernels.tokens import TokenWriter
 
     device = where.torch_device
     pdl = torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
@@ -85,5 +97,6 @@ def _cuda(model: Model, config: EngineConfig, where: Device) -> Kernels:
         attention=cuda_attention(model.spec, config, where, pdl=pdl),
         graphs=graphs,
         sample=sample,
-        store=store_on_gpu,
+        store=TokenWriter(),
+        upload=CudaInputs,
     )

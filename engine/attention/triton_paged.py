@@ -18,8 +18,6 @@ MOST_SPLITS = 16
 def decode_config(num_reqs: int, num_kv_heads: int) -> DecodeConfig:
     """How the keys are cut for a batch of this size; from examples/benchmarks/gpu_sweep.py on an H200."""
     programs = num_reqs * num_kv_heads
-    if programs >= 2048:
-        return DecodeConfig(32, 2, 2, 2, 1024)
     if programs >= 512:
         return DecodeConfig(64, 2, 2, 3, 1024)
     if programs >= 256:

@@ -170,12 +170,14 @@ class CudaGraphRunner:
 
 
 class _CapturingGraphs(CapturingSegments[_Captured]):
-    """Captures each piece as a CUDA graph, and replays it for its result."""
+    """Captures each piece as a CUDA graph, and replays it for its result.
+
+    A result's memory is the pool's again once the model lets go of it, and so at the same moment of each replay.
+    """
 
     def __init__(self, runner: CudaGraphRunner, inputs: ModelInputs) -> None:
         super().__init__(inputs)
         self._runner = runner
-        self._results: list[ForwardOutput] = []  # what later pieces take must not be overwritten by them
 
     def static_input(self, position: int, given: torch.Tensor) -> torch.Tensor:
         return self._runner.static_input(position, given).copy_(given)
@@ -184,6 +186,5 @@ class _CapturingGraphs(CapturingSegments[_Captured]):
         self, piece: Callable[..., Any], arguments: tuple[Any, ...], copies: tuple[torch.Tensor | None, ...]
     ) -> tuple[_Captured, ForwardOutput]:
         graph, output = self._runner.record(lambda: piece(*arguments))
-        self._results.append(output)
         graph.replay()
         return _Captured(graph, alias_all(output), copies), output

@@ -17,13 +17,27 @@ MOST_PREFETCHED = 2**23
 
 
 class LinearConfig(NamedTuple):
-    """How a product is cut: outputs and inputs of a tile, programs that share the inputs, warps and stages of each."""
+    """How a product is cut: outputs and inputs of a tile, programs that share the inputs, warps and stages of each.
+
+    Of a gated product, a tile has ``block_out`` outputs of either half.
+    """
 
     block_out: int
     block_in: int
     split: int
     num_warps: int = 4
     num_stages: int = 4
+
+
+def block_rows(num_rows: int) -> int:
+    """Rows of a tile."""
+    return min(max(16, int(triton.next_power_of_2(num_rows))), 256)
+
+
+def shared_bytes(config: LinearConfig, size_in: int, num_rows: int, *, gated: bool = False) -> int:
+    """Shared memory of a program, for rows of two bytes an element: the tile held, and those of each stage after it."""
+    tile = (config.block_out * (2 if gated else 1) + block_rows(num_rows)) * config.block_in * 2
+    return tile * (1 if config.split * config.block_in >= size_in else 1 + config.num_stages)
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -45,50 +59,54 @@ def _skinny_linear_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of the product: the weight is the long side of the dot, the rows are the short one."""
+    """One tile of the product: the weight is the long side of the dot, the rows are the short one.
+
+    The tile of a gated product has the same outputs of gate and up projection, the one below the other. The first part
+    of the weight is loaded, and more of it fetched into L2, before the kernel waits for the one that makes the rows.
+    """
     part = tl.program_id(1)
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    TILE: tl.constexpr = 2 * BLOCK_OUT if GATED else BLOCK_OUT
+    lanes = tl.arange(0, TILE)
+    outs = tl.program_id(0) * BLOCK_OUT + lanes % BLOCK_OUT
     known = outs < OUT
-    places = tl.where(known, outs, 0).to(tl.int64) * IN
+    places = (tl.where(known, outs, 0) + lanes // BLOCK_OUT * OUT).to(tl.int64) * IN
     PER_PART: tl.constexpr = (IN + SPLIT * BLOCK_IN - 1) // (SPLIT * BLOCK_IN) * BLOCK_IN
     start = part * PER_PART
     if PDL:
         gdc_launch_dependents()
+    here = start + tl.arange(0, BLOCK_IN)
+    inside = here < IN
+    weight = tl.load(weight_ptr + places[:, None] + here[None, :], mask=known[:, None] & inside[None, :], other=0.0)
+    if PDL:
         if LINES > 0:
-            lines = tl.minimum(start + tl.arange(0, LINES) * 64, IN - 1)
+            lines = tl.minimum(start + BLOCK_IN + tl.arange(0, LINES) * 64, IN - 1)
             prefetch(weight_ptr + places[:, None] + lines[None, :])
-            if GATED:
-                prefetch(weight_ptr + OUT * IN + places[:, None] + lines[None, :])
         gdc_wait()
     rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    ins = start + tl.arange(0, BLOCK_IN)
-    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)
-    if GATED:
-        total_up = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)
-    for step in range(0, PER_PART, BLOCK_IN):
-        here = ins + step
+    is_row = rows < num_rows
+    row_places = rows[None, :] * IN + here[:, None]
+    row_mask = is_row[None, :] & inside[:, None]
+    row = tl.load(rows_ptr + row_places, mask=row_mask, other=0.0)
+    total = tl.dot(weight, row, input_precision=PRECISION)
+    for step in range(start + BLOCK_IN, start + PER_PART, BLOCK_IN):
+        here = step + tl.arange(0, BLOCK_IN)
         inside = here < IN
-        row = tl.load(
-            rows_ptr + rows[None, :] * IN + here[:, None],
-            mask=(rows < num_rows)[None, :] & inside[:, None],
-            other=0.0,
-        )
-        weight_places = places[:, None] + here[None, :]
-        weight_mask = known[:, None] & inside[None, :]
-        weight = tl.load(weight_ptr + weight_places, mask=weight_mask, other=0.0)
+        row_places = rows[None, :] * IN + here[:, None]
+        row_mask = is_row[None, :] & inside[:, None]
+        row = tl.load(rows_ptr + row_places, mask=row_mask, other=0.0)
+        weight = tl.load(weight_ptr + places[:, None] + here[None, :], mask=known[:, None] & inside[None, :], other=0.0)
         total = tl.dot(weight, row, total, input_precision=PRECISION)
-        if GATED:
-            weight_up = tl.load(weight_ptr + OUT * IN + weight_places, mask=weight_mask, other=0.0)
-            total_up = tl.dot(weight_up, row, total_up, input_precision=PRECISION)
     if HAS_BIAS:
         share = tl.where(part == 0, 1.0, 0.0)
-        total += share * tl.load(bias_ptr + outs, mask=known, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            total_up += share * tl.load(bias_ptr + OUT + outs, mask=known, other=0.0).to(tl.float32)[:, None]
+        bias = tl.load(bias_ptr + outs + lanes // BLOCK_OUT * OUT, mask=known, other=0.0)
+        total += share * bias.to(tl.float32)[:, None]
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     if GATED:
-        total = total / (1.0 + tl.exp(-total)) * total_up
+        halves = tl.permute(tl.reshape(total, [2, BLOCK_OUT, BLOCK_ROWS]), (1, 2, 0))
+        gate, up = tl.split(halves)
+        total = gate / (1.0 + tl.exp(-gate)) * up
     targets = (part * num_rows + rows)[None, :].to(tl.int64) * OUT + outs[:, None]
-    tl.store(product_ptr + targets, total, mask=known[:, None] & (rows < num_rows)[None, :])
+    tl.store(product_ptr + targets, total, mask=(outs < OUT)[:, None] & is_row[None, :])
 
 
 def skinny_linear(
@@ -110,12 +128,10 @@ def skinny_linear(
     split = 1 if gated else config.split
     dtype = rows.dtype if split == 1 else torch.float32
     product = torch.empty(split, num_rows, size_out, dtype=dtype, device=rows.device)
-    block_rows = min(max(16, triton.next_power_of_2(num_rows)), 64)
+    rows_of_tile = block_rows(num_rows)
     per_part = triton.cdiv(size_in, split * config.block_in) * config.block_in
-    lines = triton.next_power_of_2(triton.cdiv(per_part, 64))
-    grid = (triton.cdiv(size_out, config.block_out), split, triton.cdiv(num_rows, block_rows))
-    options = {"launch_pdl": True} if pdl else {}
-    _skinny_linear_kernel[grid](
+    ahead = per_part - config.block_in if weight.numel() <= MOST_PREFETCHED else 0
+    _skinny_linear_kernel[triton.cdiv(size_out, config.block_out), split, triton.cdiv(num_rows, rows_of_tile)](
         rows,
         weight,
         weight if bias is None else bias,
@@ -123,17 +139,17 @@ def skinny_linear(
         num_rows,
         IN=size_in,
         OUT=size_out,
-        BLOCK_ROWS=block_rows,
+        BLOCK_ROWS=rows_of_tile,
         BLOCK_OUT=config.block_out,
         BLOCK_IN=config.block_in,
         SPLIT=split,
-        LINES=lines if weight.numel() <= MOST_PREFETCHED else 0,
+        LINES=triton.next_power_of_2(triton.cdiv(ahead, 64)) if ahead > 0 else 0,
         GATED=gated,
         HAS_BIAS=bias is not None,
         PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **options,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return product

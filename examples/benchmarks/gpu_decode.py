@@ -5,8 +5,8 @@
 All requests have a 512-token prompt and run in lock step through the serving loop, greedily. A figure is the mean over
 256 steps from the first one with all of them (mean context 640), the median of ``--rounds``. ``host us`` is the CPU
 time of the whole process a step, waiting for the device included. ``--profile`` also writes a trace of some steps and
-prints time by kernel and the share of the time in which the GPU was busy. Peers: see qwen3.py. GPU_NOTES.md holds the
-figures of one run.
+prints time by kernel, the share of the time in which the GPU was busy, and between which kernels it was not. Peers: see
+qwen3.py. GPU_NOTES.md holds the figures of one run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import math
 import statistics
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,16 +67,22 @@ def _profile(loop: ServingLoop, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
+        (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events() or ()
         if event.device_type.name == "CUDA"
     )
-    busy, end = 0.0, spans[0][0]
-    for begin, stop in spans:
+    (first_start, end, last), busy = spans[0], 0.0
+    idle: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for begin, stop, name in spans:
         busy += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
+        if begin > end:
+            idle[last, name].append(begin - end)
+        if stop > end:
+            end, last = stop, name
     print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=22, max_name_column_width=60))
-    print(f"GPU busy {busy / (end - spans[0][0]):.1%} of {path.stem}", flush=True)
+    for (before, after), gaps in sorted(idle.items(), key=lambda item: -sum(item[1]))[:8]:
+        print(f"idle {sum(gaps):7.0f} us in {len(gaps):4} gaps: {before[:50]} -> {after[:50]}")
+    print(f"GPU busy {busy / (end - first_start):.1%} of {path.stem}", flush=True)
 
 
 def main() -> None:

@@ -29,9 +29,10 @@ from twostroke.engine.attention.flashinfer_library import (
 )
 from twostroke.engine.cuda.attention_timing import POOL_BYTES, AttentionPool, Requests, TimedShape, attention_time_us
 from twostroke.engine.cuda.device import CudaDevice
+from twostroke.engine.cuda.linear import MOST_SHARED_BYTES
 from twostroke.engine.cuda.timing import replay_time_us
 from twostroke.engine.kernels.decode_attention import DecodeConfig, DecodeWorkspace, PagedKeys, decode_attention
-from twostroke.engine.kernels.linear import LinearConfig, skinny_linear
+from twostroke.engine.kernels.linear import LinearConfig, shared_bytes, skinny_linear
 from twostroke.stages.specs import AttentionLayerSpec
 
 BYTES_PER_US = 4.24e6
@@ -57,18 +58,23 @@ def products(shape: str) -> dict[str, tuple[int, int, bool, int]]:
 
 
 def linear_configs(size_in: int, size_out: int, gated: bool, rows: int) -> Iterator[LinearConfig]:
-    """Configurations that give the GPU enough programs and each of them enough to do."""
+    """Configurations that give the GPU enough programs and each of them enough to do, and that fit."""
     outs = size_out // 2 if gated else size_out
     for block_out, block_in, split, (warps, stages) in itertools.product(
-        (16, 32, 64, 128), (64, 128, 256), (1,) if gated or size_out == VOCAB else (1, 2, 4, 8), ((4, 4), (8, 4))
+        (16, 32, 64, 128),
+        (64, 128, 256, 512, 1024),
+        (1,) if gated or size_out == VOCAB else (1, 2, 3, 4, 6, 8, 12),
+        ((4, 3), (4, 4), (8, 3)),
     ):
-        programs = -(-outs // block_out) * split
-        tile = (block_out * (2 if gated else 1) + max(16, min(rows, 64))) * block_in * 2
+        config = LinearConfig(block_out, block_in, split, warps, stages)
+        programs, tile = -(-outs // block_out) * split, block_out * (2 if gated else 1)
         if size_in % (split * block_in) or programs < 90 or programs > (800 if size_out != VOCAB else 10_000):
             continue
-        if tile * stages > 220_000 or (warps == 8) != (block_out == 128) or (rows >= 64 and block_out < 32):
+        if shared_bytes(config, size_in, rows, gated=gated) > MOST_SHARED_BYTES or tile * block_in > warps * 2**13:
             continue
-        yield LinearConfig(block_out, block_in, split, warps, stages)
+        if (rows >= 64 and tile < 64) or (warps == 8 and tile * block_in < 2**15):
+            continue
+        yield config
 
 
 def decode_configs(rows: int, kv_heads: int) -> Iterator[DecodeConfig]:

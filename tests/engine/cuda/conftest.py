@@ -12,9 +12,10 @@ from twostroke.engine.attention.triton_paged import TritonPagedBackend
 from twostroke.engine.backends import Kernels
 from twostroke.engine.config import EngineConfig
 from twostroke.engine.cuda.fused_decoder import FusedDecoder
+from twostroke.engine.cuda.inputs import CudaInputs
 from twostroke.engine.cuda.sample import CudaSample
 from twostroke.engine.graphs import ClosureGraphRunner, EagerRunner
-from twostroke.engine.kernels.tokens import store_tokens
+from twostroke.engine.kernels.tokens import TokenWriter
 from twostroke.engine.model_runner import ModelRunner, build_runner
 from twostroke.engine.models import Decoder
 from twostroke.stages.device import Device
@@ -36,7 +37,8 @@ def interpreted_kernels(model: Decoder, config: EngineConfig, device: Device) ->
         attention=TritonPagedBackend(model.spec, config.max_num_seqs, torch_device, pdl=False),
         graphs=EagerRunner() if config.cudagraph_mode == "NONE" else ClosureGraphRunner(),
         sample=lambda columns, table: CudaSample(columns, table, torch_device),
-        store=store_tokens,
+        store=TokenWriter(),
+        upload=CudaInputs,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from driver import Wish, serve_alone
 from modes import LIMITS
 from twostroke.engine.config import EngineConfig
-from twostroke.engine.cuda.linear import CudaLinear, gated_config, product_config, stacked_config
-from twostroke.engine.kernels.linear import LinearConfig
+from twostroke.engine.cuda.linear import MOST_SHARED_BYTES, CudaLinear, fitting, gated_config, product_config
+from twostroke.engine.kernels.linear import LinearConfig, shared_bytes
 from twostroke.engine.model_runner import ModelRunner, build_runner
 from twostroke.engine.models.linear import Linear
 from twostroke.engine.models.random_model import random_model, tiny_config
@@ -41,7 +42,7 @@ def make(size_in: int, size_out: int, has_bias: bool, dtype: torch.dtype) -> tup
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 5, 70])
+@pytest.mark.parametrize("num_rows", [1, 40, 70, 130])
 def test_parts_add_up_to_the_product(dtype: torch.dtype, has_bias: bool, num_rows: int) -> None:
     linear, exact = make(256, 80, has_bias, dtype)
     rows = randn(num_rows, 256, seed=2).to(dtype)
@@ -69,21 +70,32 @@ def test_heads_give_float32() -> None:
 
 
 def test_every_size_has_a_kernel_that_fits_it_or_the_library() -> None:
-    """A tile is a power of two; parts end within the inputs; blocks of rows, and so of a grid, are bounded."""
+    """A tile is a power of two, and no part is empty; what a program holds fits its processor's shared memory."""
     chosen: set[LinearConfig | None] = set()
-    for size_in in SIZES[:-1]:
-        for size_out in SIZES:
-            for num_rows in ROWS:
-                shape = (size_in, size_out, num_rows)
-                choices = [product_config(*shape), gated_config(*shape), stacked_config(*shape)]
-                chosen.update(choices)
-                for config in filter(None, choices):
-                    assert config.block_out.bit_count() == config.block_in.bit_count() == 1
-                    assert config.block_in * (config.split - 1) < size_in
-                assert all(config is None or config.split == 1 for config in choices[1:])
-                assert num_rows <= 256 or choices == [None] * 3
+    for size_in, size_out, num_rows in itertools.product(SIZES[:-1], SIZES, ROWS):
+        for gated, choose in ((False, product_config), (True, gated_config)):
+            config = fitting(choose(size_in, size_out, num_rows), size_in, num_rows, gated=gated)
+            chosen.add(config)
+            assert num_rows <= 128 or config is None
+            if config is None:
+                continue
+            assert config.block_out.bit_count() == config.block_in.bit_count() == 1
+            tiles = -(-size_in // config.block_in)
+            assert -(-tiles // config.split) * (config.split - 1) < tiles
+            assert not gated or config.split == 1
+            assert shared_bytes(config, size_in, num_rows, gated=gated) <= MOST_SHARED_BYTES
     assert None in chosen
-    assert len(chosen) > 4
+    assert len(chosen) > 8
+
+
+def test_what_does_not_fit_is_cut_smaller() -> None:
+    """Stages first, then the tiles; the library where nothing fits."""
+    config = LinearConfig(64, 256, 1, 4, 6)
+    assert fitting(config, 4096, 16) == config._replace(num_stages=4)
+    assert fitting(config, 256, 16) == config
+    assert fitting(config, 4096, 256) == LinearConfig(64, 64, 1, 4, 4)
+    assert fitting(config._replace(block_out=4096), 4096, 16) is None
+    assert fitting(None, 4096, 16) is None
 
 
 def test_a_model_of_half_precision(make_fused_runner: Callable[..., ModelRunner]) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from twostroke.engine.kernels.copy import copy_rows
+from twostroke.engine.kernels.copy import RowCopies
+from twostroke.engine.kernels.inputs import BringInputs
 from twostroke.engine.kernels.linear import LinearConfig, skinny_linear
 from twostroke.engine.kernels.norm import add_rms_norm, embed_rms_norm, silu_mul
 from twostroke.engine.kernels.rope import HeadNorms, KeyPlace, RopeTables, rope_store
-from twostroke.engine.kernels.sampling import DrawParams, choose_tokens
-from twostroke.engine.kernels.tokens import store_tokens
+from twostroke.engine.kernels.tokens import TokenWriter, scatter_pieces
 from twostroke.engine.models.norm import RMSNorm
 from twostroke.engine.models.rope import rotate
-from twostroke.stages.records import NOTHING_LEFT
-from twostroke.stages.sampling.draw import gumbel_sample
-from twostroke.stages.sampling.random import NoisePurpose, noise_keys
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -123,58 +120,55 @@ def test_rope_store(
     assert before.isnan().all()
 
 
-def greedy(num_rows: int) -> DrawParams:
-    words = torch.zeros(2, num_rows, dtype=torch.int32, device=DEVICE)
-    return DrawParams(torch.zeros(num_rows, device=DEVICE), words, words[0])
-
-
-@pytest.mark.parametrize("vocab", [50, 4096, 9001])
-def test_choose_tokens_draws_what_the_torch_sampler_draws(vocab: int) -> None:
-    logits = randn(6, vocab) * 3
-    seeds = torch.randint(-(2**31), 2**31 - 1, (2, 6), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
-    positions = torch.tensor([5, 1, 0, 77, 2, 4096], dtype=torch.int32)
-    temperatures = torch.tensor([0.0, 0.5, 1.0, 2.0, 0.0, 0.7])
-    params = DrawParams(temperatures.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE))
-    tokens, health = choose_tokens(logits, params)
-    assert not health.any()
-    scaled = logits.cpu() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-    drawn = gumbel_sample(scaled, noise_keys(seeds[0], seeds[1], positions, NoisePurpose.SAMPLE))
-    wanted = torch.where(temperatures > 0, drawn, logits.cpu().argmax(1))
-    assert tokens.tolist() == wanted.tolist()
-
-
-def test_choose_tokens_of_some_rows_and_their_health() -> None:
-    logits = randn(5, 100)
-    logits[1] = -torch.inf
-    logits[3, 7] = torch.nan
-    logits[3, 90] = torch.nan
-    rows = torch.tensor([3, 1, 4], device=DEVICE)
-    tokens, health = choose_tokens(logits, greedy(3), rows)
-    assert health.tolist() == [2, NOTHING_LEFT, 0]
-    assert int(tokens[2]) == int(logits[4].argmax())
-    assert ((tokens >= 0) & (tokens < 100)).all()
-
-
-def test_equal_logits_choose_the_lowest_id() -> None:
-    logits = torch.zeros(2, 10_000, device=DEVICE)
-    logits[0, [5000, 9000]] = 1.0
-    assert choose_tokens(logits, greedy(2))[0].tolist() == [5000, 0]
-
-
 def test_store_tokens_keeps_ids_inside_the_vocabulary() -> None:
     table = torch.zeros(700, dtype=torch.int32, device=DEVICE)
     index = torch.randperm(700, generator=torch.Generator().manual_seed(0))[:300].to(DEVICE)
     sampled = torch.arange(-20, 280, device=DEVICE)
-    store_tokens(table, index, sampled, 250)
+    TokenWriter()(table, index, sampled, 250)
     assert table[index].tolist() == sampled.clamp(0, 249).tolist()
     assert int(table.count_nonzero()) == int((sampled.clamp(0, 249) != 0).sum())
-    store_tokens(table, index[:0], sampled[:0], 250)
+    TokenWriter()(table, index[:0], sampled[:0], 250)
+
+
+@pytest.mark.parametrize(
+    ("num_moved", "num_tokens", "num_ids"), [(1, 1, 1), (300, 300, 300), (300, 7, 400), (7, 7, 600), (600, 600, 600)]
+)
+def test_bring_inputs(num_moved: int, num_tokens: int, num_ids: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    host, requests = torch.randint(0, 5000, (4, 600), generator=generator), torch.arange(2 * 401, dtype=torch.int32)
+    if CUDA:
+        host, requests = host.pin_memory(), requests.pin_memory()
+    table = torch.randint(1, 99, (5000,), generator=generator).to(torch.int32)
+    tokens, ids = torch.full((4, 600), -1, device=DEVICE), torch.full((600,), -1, dtype=torch.int32, device=DEVICE)
+    brought = torch.zeros_like(requests, device=DEVICE)
+    BringInputs(2)((host, tokens), (requests, brought), (table.to(DEVICE), ids), num_moved, num_tokens, num_ids)
+    assert torch.equal(tokens[:, :num_moved].cpu(), host[:, :num_moved])
+    assert (tokens[:, num_moved:] == -1).all()
+    assert torch.equal(brought.cpu(), requests)
+    assert torch.equal(ids[:num_tokens].cpu(), table[host[2, :num_tokens]])
+    assert not ids[num_tokens:num_ids].any()
+    assert (ids[num_ids:] == -1).all()
+
+
+def test_scatter_pieces() -> None:
+    lengths, starts = [1, 700, 0, 512, 3], [90, 100, 95, 2000, 0]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    values = torch.arange(1, int(ends[-1]) + 1, dtype=torch.int32)
+    wanted = torch.zeros(3000, dtype=torch.int32)
+    for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        wanted[start : start + length] = values[ends[index] : ends[index + 1]]
+    target = torch.zeros(3000, dtype=torch.int32, device=DEVICE)
+    pieces = torch.cat((torch.tensor(starts), ends)).to(DEVICE)
+    scatter_pieces(pieces, values.to(DEVICE), target)
+    assert torch.equal(target.cpu(), wanted)
+    scatter_pieces(torch.zeros(1, dtype=torch.int64, device=DEVICE), values[:0].to(DEVICE), target)
+    assert torch.equal(target.cpu(), wanted)
 
 
 def test_copy_rows_of_strided_tensors() -> None:
     host = torch.arange(4 * 3000).view(4, 3000)
     source = host.pin_memory() if CUDA else host
     target = torch.full((4, 5000), -1, device=DEVICE)
-    copy_rows(source[:, :1500], target[:, :1500])
+    RowCopies()(source[:, :1500], target[:, :1500])
     assert torch.equal(target[:, :1500].cpu(), host[:, :1500])
     assert (target[:, 1500:] == -1).all()
