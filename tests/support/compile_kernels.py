@@ -15,16 +15,21 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-from twostroke.engine.kernels.copy import copy_rows
+from twostroke.engine.kernels.copy import RowCopies
 from twostroke.engine.kernels.decode_attention import DecodeConfig, DecodeWorkspace, PagedKeys, decode_attention
+from twostroke.engine.kernels.inputs import BringInputs
 from twostroke.engine.kernels.linear import LinearConfig, skinny_linear
+from twostroke.engine.kernels.logit_edits import EDIT_FIELDS, EditLists, GrammarMasks, KnownTokens, edit_logits
+from twostroke.engine.kernels.logits_rows import LogitsRows
+from twostroke.engine.kernels.logprobs import score_tokens
 from twostroke.engine.kernels.mixed_attention import mixed_attention
 from twostroke.engine.kernels.norm import add_rms_norm, embed_rms_norm, silu_mul
 from twostroke.engine.kernels.pages import list_pages
 from twostroke.engine.kernels.rope import HeadNorms, KeyPlace, RopeTables, rope_store
 from twostroke.engine.kernels.sampling import DrawParams, choose_tokens
 from twostroke.engine.kernels.store import store_keys
-from twostroke.engine.kernels.tokens import store_tokens
+from twostroke.engine.kernels.tokens import TokenWriter, scatter_pieces
+from twostroke.engine.kernels.truncation import Truncation, find_floors
 from twostroke.stages.specs import AttentionLayerSpec
 
 CPU = torch.device("cpu")
@@ -38,6 +43,8 @@ class Compiled:
 
     def __call__(self, *args: Any, **options: Any) -> None:
         """Compile for these arguments."""
+        if "FAST" in options:  # as for tensors on a GPU
+            options["FAST"] = True
         compiled: Any = self.kernel.run(*args, grid=(1,), warmup=True, **options)
         print(self.kernel.__name__, "griddepcontrol.wait" in compiled.asm["ptx"])
 
@@ -72,12 +79,32 @@ def compile_all(dtype: torch.dtype, pdl: bool) -> None:
             decode_attention(full(4, 4, 64), paged, layer, workspace, DecodeConfig(64, splits), pdl=pdl)
         for longest in (1, 64):
             mixed_attention(full(4, 4, 64), paged, ints, layer, longest, pdl=pdl)
-    params = DrawParams(full(4, like=torch.float32), full(2, 4, like=torch.int32), ints[:4])
-    for rows in (None, ids):
-        choose_tokens(full(4, 9000, like=torch.float32), params, rows)
-    store_tokens(full(64, like=torch.int32), ids, ids, 100)
-    copy_rows(full(2, 5, like=torch.int32), full(2, 8, like=torch.int32))
+    sample_all()
+    columns, words, table = full(4, 9, like=torch.int64), full(10, like=torch.int32), full(64, like=torch.int32)
+    BringInputs(1)((columns, columns), (words, words), (table, words), 9, 4, 9)
+    scatter_pieces(full(5, like=torch.int64), full(9, like=torch.int32), full(64, like=torch.int32))
+    TokenWriter()(full(64, like=torch.int32), ids, ids, 100)
+    RowCopies()(full(2, 5, like=torch.int32), full(2, 8, like=torch.int32))
     list_pages(paged.block_table, paged.seq_lens, 16, ints, full(32, like=torch.int32), ints[:4])
+
+
+def sample_all() -> None:
+    """The kernels of sampling, which read float32 logits: plain, by rows, edited, and with floors."""
+
+    def full(*shape: int, like: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=like)
+
+    logits, ids, ints = full(4, 9000), full(4, like=torch.int64), full(4, like=torch.int32)
+    params = DrawParams(full(4), full(2, 4, like=torch.int32), ints)
+    truncation = Truncation(ints, full(4), full(4), ints)
+    plain, listed = LogitsRows(logits), LogitsRows(logits, ids)
+    lists = EditLists(full(4, len(EDIT_FIELDS), like=torch.int32), ints, ints, full(3, 4), ints)
+    known = KnownTokens(full(4, 32, like=torch.int32), ints, 32)
+    edited = edit_logits(listed, lists, known, full(4, 9000, like=torch.int32), GrammarMasks(ints, ints))
+    for source in (plain, listed, listed._replace(edited=edited)):
+        choose_tokens(source, params)
+        choose_tokens(source, params, find_floors(source, params.temperatures, truncation))
+    score_tokens(listed, ids, 5)
 
 
 def main() -> None:

@@ -12,12 +12,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 IN_ORDER = {
+    "_bring_inputs_kernel",
     "_choose_kernel",
     "_copy_rows_kernel",
+    "_edit_kernel",
     "_embed_rms_norm_kernel",
+    "_floor_kernel",
     "_list_pages_kernel",
+    "_logprobs_kernel",
+    "_penalty_kernel",
+    "_scatter_kernel",
     "_store_kernel",
     "_store_tokens_kernel",
+    "_summary_kernel",
     "_tile_kernel",
 }
 """Kernels that are launched in order; all others overlap with the one before them, and so must wait for it."""
