@@ -95,7 +95,7 @@ def test_every_history_gives_every_request_what_it_gets_alone(references: Refere
     run_state_machine_as_test(
         machine_of(references, happened),
         settings=settings(
-            max_examples=3 * settings().max_examples,
+            max_examples=2 * settings().max_examples,
             stateful_step_count=max(60, settings().stateful_step_count),
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),

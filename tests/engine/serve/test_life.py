@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -302,9 +303,14 @@ def test_stopping_twice_stops_at_once(braked: Callable[..., Any]) -> None:
 
 def test_the_log_has_a_line_a_request(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     body = {"prompt": "abc", "max_tokens": 2, "ignore_eos": True}
+
+    def lines() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if getattr(record, "facts", {}).get("request_id") == "mine-1"]
+
     with caplog.at_level("INFO", logger="twostroke.engine.serve"):
         http.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
-    (line,) = [record for record in caplog.records if getattr(record, "facts", {}).get("request_id") == "mine-1"]
+        wait_until(lambda: bool(lines()))  # the answer is there a moment before its line
+    (line,) = lines()
     facts = line.facts  # pyright: ignore[reportAttributeAccessIssue]
     assert (facts["method"], facts["path"], facts["status"]) == ("POST", "/v1/completions", 200)
     assert (facts["prompt_tokens"], facts["completion_tokens"]) == (3, 2)
