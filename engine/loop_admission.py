@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard
 
 from attrs import evolve, frozen
@@ -91,6 +92,15 @@ class Admissions:
         self._check(completed)
         completed = self._seeded(request_id, completed)
         return Admission(prompt=text, prompt_token_ids=token_ids, children=_children(completed))
+
+    @contextmanager
+    def taken_back_if_refused(self, request_id: str, params: SamplingParams) -> Iterator[None]:
+        """What :meth:`prepare` prepared is as if it had not been asked for where the block ends with an error."""
+        try:
+            yield
+        except BaseException:
+            self._seeded.take_back(request_id, params)
+            raise
 
     def _tokens(self, request_id: str, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, Mapping):

@@ -12,7 +12,7 @@ from .loop_grammar import GrammarProvider
 from .loop_handle import Piece, RequestHandle
 from .loop_text import OutputText
 from .outputs import FinishName, Logprob, PositionLogprobs
-from .scheduler_records import FinishReason, RequestUpdate
+from .scheduler_records import FinishReason, RequestRefused, RequestUpdate
 
 
 @define(eq=False)
@@ -42,6 +42,12 @@ class LiveRequests:
     def __contains__(self, req_id: str) -> bool:
         """Whether a request or a completion goes by this id."""
         return req_id in self._handles or req_id in self._completions
+
+    def require_free(self, request_id: str, *child_ids: str) -> None:
+        """Raises RequestRefused where a live request or completion goes by one of these ids."""
+        for req_id in (request_id, *child_ids):
+            if req_id in self:
+                raise RequestRefused(request_id, f"the id {req_id!r} is in use by a live request; choose another")
 
     def get(self, request_id: str) -> RequestHandle | None:
         """The live request of that id."""

@@ -31,7 +31,7 @@ class SeedsOfReusedIds:
 
     def __call__(self, request_id: str, params: SamplingParams) -> SamplingParams:
         """``params``, with a seed where one is needed."""
-        if params.seed is not None or params.is_greedy:
+        if not _draws_by_id(params):
             return params
         num_uses, generation = self._count(request_id)
         if num_uses == generation == 0:
@@ -39,6 +39,12 @@ class SeedsOfReusedIds:
         text = f"{num_uses} {generation} {request_id}".encode(errors="surrogatepass")
         digest = hashlib.blake2b(text, digest_size=8, key=self._key).digest()
         return evolve(params, seed=int.from_bytes(digest, "little"))
+
+    def take_back(self, request_id: str, params: SamplingParams) -> None:
+        """The request that was last given these ``params`` (before its seed) was refused, and drew nothing."""
+        if _draws_by_id(params):
+            with self._lock:
+                self._latest[request_id] = max(self._latest.get(request_id, 0) - 1, 0)
 
     def _count(self, request_id: str) -> tuple[int, int]:
         """How many requests are known to have had this id before, and the generation of this one."""
@@ -49,3 +55,7 @@ class SeedsOfReusedIds:
             num_uses = self._latest.get(request_id, self._before.get(request_id, 0))
             self._latest[request_id] = num_uses + 1
             return num_uses, self._generation
+
+
+def _draws_by_id(params: SamplingParams) -> bool:
+    return params.seed is None and not params.is_greedy

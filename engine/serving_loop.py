@@ -22,7 +22,7 @@ from .loop_setup import depth_for, handle_for, scheduler_for
 from .loop_steps import StepLoop
 from .loop_structured import Structure, book_for, compiled_for, constrain
 from .loop_text import text_of
-from .scheduler import RequestRefused, Scheduler
+from .scheduler import Scheduler
 
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
@@ -190,17 +190,16 @@ class ServingLoop:
         if request_id is None:
             request_id = next(name for number in self._numbers if (name := f"request-{number}") not in self._live)
         admission = self._admissions.prepare(request_id, prompt, params)
-        compiled = compiled_for(self.grammar, request_id, grammar, admission.children[0])
-        handle = handle_for(request_id, admission, arrival_time, self._close)
-        texts = [text_of(child, self._tokenizer, admission.prompt_token_ids) for child in admission.children]
-        with self._changed:
-            self._require_running()
-            for req_id in (request_id, *handle.child_ids):
-                if req_id in self._live:
-                    raise RequestRefused(request_id, f"the id {req_id!r} is in use by a live request; choose another")
-            self._schedule_children(handle, admission, compiled)
-            self._live.add(handle, texts)
-            self._changed.notify_all()
+        with self._admissions.taken_back_if_refused(request_id, params):
+            compiled = compiled_for(self.grammar, request_id, grammar, admission.children[0])
+            handle = handle_for(request_id, admission, arrival_time, self._close)
+            texts = [text_of(child, self._tokenizer, admission.prompt_token_ids) for child in admission.children]
+            with self._changed:
+                self._require_running()
+                self._live.require_free(request_id, *handle.child_ids)
+                self._schedule_children(handle, admission, compiled)
+                self._live.add(handle, texts)
+                self._changed.notify_all()
         return handle
 
     def abort(self, request_id: str) -> bool:

@@ -11,6 +11,7 @@ from twostroke.engine.config import EngineConfig
 from twostroke.engine.loop_seeds import SeedsOfReusedIds
 from twostroke.engine.model_runner import build_runner
 from twostroke.engine.models.random_model import random_model, tiny_config
+from twostroke.engine.scheduler_records import RequestRefused
 from twostroke.engine.serving_loop import ServingLoop
 from twostroke.stages.sampling_params import SamplingParams
 
@@ -49,6 +50,29 @@ def test_an_id_that_was_forgotten_draws_anew_too_and_memory_is_bounded() -> None
         drawn.append(seeds("a", RANDOM).seed)
     assert len(set(drawn)) == len(drawn)
     assert len(seeds._latest) + len(seeds._before) <= 8192
+
+
+def test_a_request_that_is_refused_uses_up_no_seed() -> None:
+    """What the first accepted request of an id draws is what it draws alone."""
+    model = random_model(tiny_config())
+    runner = build_runner(EngineConfig(max_num_seqs=2, max_model_len=64, num_kv_blocks=40), model=model)
+    params = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    with ServingLoop(runner) as loop:
+        wanted = loop.add([1, 2, 3], params, "other").result(60).outputs[0].token_ids
+        loop.pause()
+        live = loop.add([1, 2], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), "mine")
+        for _ in range(2):
+            with pytest.raises(RequestRefused, match="in use"):
+                loop.add([1, 2, 3], params, "mine")
+        loop.resume()
+        live.result(60)
+        first = loop.add([1, 2, 3], params, "mine").result(60).outputs[0].token_ids
+    runner.shutdown()
+    again = build_runner(EngineConfig(max_num_seqs=2, max_model_len=64, num_kv_blocks=40), model=model)
+    with ServingLoop(again) as loop:
+        assert loop.add([1, 2, 3], params, "mine").result(60).outputs[0].token_ids == first
+    again.shutdown()
+    assert wanted != first
 
 
 def test_an_id_used_again_draws_other_tokens_and_a_fresh_loop_the_same() -> None:
