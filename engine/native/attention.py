@@ -99,6 +99,7 @@ def _suits(batch: AttentionBatch, query: torch.Tensor, kv_cache: torch.Tensor, l
     """Whether the kernel can do this."""
     return (
         query.dtype is kv_cache.dtype is torch.float32
+        and not query.requires_grad
         and query.shape[0] == batch.num_tokens
         and layer.head_size % _LANES == 0
         and layer.num_heads <= layer.num_kv_heads * MOST_SHARED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,24 +34,56 @@ class NotCompiled(TwoStrokeError, RuntimeError):
 def compiled_library() -> Path:
     """The shared library, compiled if it is not there yet: some 2 seconds.
 
-    Its name holds a checksum of sources, flags, compiler and torch's OpenMP, so what is found fits. It is put in place
-    whole: processes that start at once may each compile it, and none loads half of it.
+    Its name holds a checksum of sources, flags, compiler and torch's OpenMP, and it ends with one of itself, so what is
+    found fits and is whole. It is put in place at once: processes that start together may each compile it, and none
+    loads half of it. Since it is code, nothing is taken from where another user may write.
 
     Raises:
-        NotCompiled: another kind of processor, no compiler, one that fails, or a cache folder that can't be written.
+        NotCompiled: another kind of processor, no compiler, one that fails, or a cache folder that can't be written or
+            is not this user's alone.
     """
     _require_processor()
     compiler = _compiler()
     openmp = _openmp_of_torch()
     path = _cache_folder() / f"native-{_checksum(compiler, openmp)}.so"
-    if not path.exists():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_own(path.parent)
+        if not _is_whole(path):
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}.") as folder:
-                _compile(compiler, openmp, Path(folder)).replace(path)
-        except OSError as error:
-            raise NotCompiled(f"{path} can't be written: {error}") from error
+                made = _compile(compiler, openmp, Path(folder))
+                _seal(made)
+                made.replace(path)
+        _require_own(path)
+    except OSError as error:
+        raise NotCompiled(f"{path} can't be written: {error}") from error
     return path
+
+
+def _require_own(path: Path) -> None:
+    """Whoever may write there could have this process run what he likes."""
+    state = path.stat()
+    if state.st_uid not in (0, os.geteuid()) or state.st_mode & stat.S_IWOTH:
+        raise NotCompiled(
+            f"{path} belongs to user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):o}: it must belong to user "
+            f"{os.geteuid()} or root, and others must not write there; name another folder in XDG_CACHE_HOME"
+        )
+
+
+def _seal(library: Path) -> None:
+    """Add a checksum of the library at its end, which loaders don't look at: half a library would end the process."""
+    content = library.read_bytes()
+    library.write_bytes(content + hashlib.sha256(content).digest())
+    library.chmod(0o755)  # whatever the umask
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    size = len(content) - hashlib.sha256().digest_size
+    return content[size:] == hashlib.sha256(content[:size]).digest()
 
 
 def _require_processor() -> None:
@@ -59,12 +92,14 @@ def _require_processor() -> None:
         raise NotCompiled(f"they are for Linux on x86-64 with AVX2, and this is {sys.platform} on {machine}")
 
 
-def _compiler() -> Path:
-    wanted = os.environ.get("CC", "").split()[:1] or COMPILERS
-    found = next((path for path in map(which, wanted) if path), None)
+def _compiler() -> tuple[str, ...]:
+    """The command: CC may name what goes before the compiler, or options behind it."""
+    wanted = os.environ.get("CC", "").split()
+    found = next((path for path in map(which, wanted[:1] or COMPILERS) if path), None)
     if found is None:
-        raise NotCompiled(f"there is no C compiler ({', '.join(wanted)}); install gcc or name one in the variable CC")
-    return Path(found)
+        names = ", ".join(wanted[:1] or COMPILERS)
+        raise NotCompiled(f"there is no C compiler ({names}); install gcc or name one in the variable CC")
+    return found, *wanted[1:]
 
 
 def _openmp_of_torch() -> Path | None:
@@ -74,23 +109,25 @@ def _openmp_of_torch() -> Path | None:
 
 def _cache_folder() -> Path:
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twostroke"
+        named = os.environ.get("XDG_CACHE_HOME", "")  # "consider the path invalid and ignore it", if it is relative
+        return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "twostroke"
     except RuntimeError as error:  # no home
         raise NotCompiled(f"there is no cache folder: {error}") from error
 
 
-def _checksum(compiler: Path, openmp: Path | None) -> str:
+def _checksum(compiler: Sequence[str], openmp: Path | None) -> str:
     """Of all that decides what the library is; a compiler is known by its file."""
-    real = compiler.resolve()
-    stat = real.stat()
-    parts = [*FLAGS, str(real), str(stat.st_size), str(stat.st_mtime_ns), "" if openmp is None else openmp.name]
+    parts = [*FLAGS, *compiler[1:], "" if openmp is None else openmp.name]
+    for found in filter(None, map(which, compiler)):
+        real = Path(found).resolve()
+        parts += [str(real), str(real.stat().st_size), str(real.stat().st_mtime_ns)]
     digest = hashlib.sha256("\0".join(parts).encode())
     for source in sorted((*_FOLDER.glob("*.c"), *_FOLDER.glob("*.h"))):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:20]
 
 
-def _compile(compiler: Path, openmp: Path | None, folder: Path) -> Path:
+def _compile(compiler: Sequence[str], openmp: Path | None, folder: Path) -> Path:
     """The library in ``folder``; without threads where compiler and torch's OpenMP don't go together."""
     if openmp is not None:
         try:
@@ -100,13 +137,13 @@ def _compile(compiler: Path, openmp: Path | None, folder: Path) -> Path:
     return _build(compiler, (), (), folder)
 
 
-def _build(compiler: Path, flags: Sequence[str], libraries: Sequence[str], folder: Path) -> Path:
+def _build(compiler: Sequence[str], flags: Sequence[str], libraries: Sequence[str], folder: Path) -> Path:
     # Linked without the flag: that would add the compiler's own OpenMP, and with it a second set of threads.
     objects = [str(folder / f"{source.stem}.o") for source in sorted(_FOLDER.glob("*.c"))]
     for source, target in zip(sorted(_FOLDER.glob("*.c")), objects, strict=True):
-        _run([str(compiler), *FLAGS, *flags, "-c", str(source), "-o", target])
+        _run([*compiler, *FLAGS, *flags, "-c", str(source), "-o", target])
     library = folder / "native.so"
-    _run([str(compiler), "-shared", "-Wl,-z,defs", *objects, *libraries, "-lm", "-o", str(library)])
+    _run([*compiler, "-shared", "-Wl,-z,defs", *objects, *libraries, "-lm", "-o", str(library)])
     return library
 
 

@@ -59,7 +59,7 @@ class NativeLinear(Linear):
         """The product ``[num_rows, out]``, in new memory."""
         weight = self.weight
         suits = rows.dim() == 2 and rows.shape[1] == weight.shape[1] > 0 and weight.is_contiguous()
-        if not suits or not _is_plain(rows) or not weight.data_ptr():  # no memory: the weights are released
+        if not (suits and _is_plain(rows) and _is_plain(weight) and weight.data_ptr()):  # 0: weights are released
             return F.linear(rows, weight, self.bias)
         return self._library.linear(rows if rows.is_contiguous() else rows.contiguous(), weight, self.bias)
 
@@ -74,7 +74,8 @@ class NativeNorm(RMSNorm):
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """The normed states, in new memory."""
-        if not _is_plain(states) or not states.is_contiguous() or states.shape[-1:] != self.weight.shape:
+        suits = states.is_contiguous() and states.shape[-1:] == self.weight.shape
+        if not (suits and _is_plain(states) and _is_plain(self.weight)):
             return super().__call__(states)
         return self._library.norm(states, self.weight, self._given_epsilon)
 

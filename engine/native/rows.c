@@ -33,7 +33,9 @@ void twostroke_norm(const float *rows, const float *weight, float epsilon, float
 static inline __m256 silu(__m256 x) {
     const __m256 one = _mm256_set1_ps(1), sign = _mm256_set1_ps(-0.0f);
     const __m256 power = exp_of_negative(_mm256_or_ps(x, sign));
-    const __m256 over = _mm256_blendv_ps(one, power, x); /* where x is negative */
+    __m256 over = _mm256_blendv_ps(one, power, x); /* where x is negative */
+    /* That exponential is never 0, and the most negative x would make something of it. */
+    over = _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.3f), _CMP_LT_OQ), over);
     return _mm256_mul_ps(x, _mm256_div_ps(over, _mm256_add_ps(one, power)));
 }
 

@@ -117,6 +117,14 @@ def test_what_is_no_number_comes_out_where_torch_has_it(bad: float, part: str) -
     torch.testing.assert_close(native.nan_to_num(7, 8, 9), torchs.nan_to_num(7, 8, 9), atol=2e-5, rtol=2e-5)
 
 
+def test_queries_get_gradients() -> None:
+    world = World(Case(requests=[(30, 1)], head_size=16))
+    query, key, value = world.inputs()
+    query.requires_grad_()
+    NATIVE_CPU.run(NATIVE_CPU.planned(world), world, (query, key, value)).sum().backward()
+    assert query.grad is not None
+
+
 def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     world = World(Case(requests=[(500, 1)], head_size=64))
     query, key, value = world.inputs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from twostroke.engine.native.library import load_native
 from twostroke.engine.native.operations import NativeLinear
 from twostroke.stages.device import HostDevice
 
-needs_library = pytest.mark.skipif(load_native() is None, reason="the native kernels can't be had on this machine")
+COMPILED = None if load_native() is None else compiled_library()
+needs_library = pytest.mark.skipif(COMPILED is None, reason="the native kernels can't be had on this machine")
 
 
 @pytest.fixture
@@ -36,17 +38,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The compilers that were run, each for a file that is no library."""
-    ran: list[Path] = []
+    ran: list[tuple[str, ...]] = []
 
-    def compile_nothing(compiler: Path, openmp: Path | None, folder: Path) -> Path:
+    def compile_nothing(compiler: tuple[str, ...], openmp: Path | None, folder: Path) -> Path:
         ran.append(compiler)
         (folder / "native.so").write_bytes(b"not a library")
         return folder / "native.so"
 
     monkeypatch.setattr(compiling, "_compile", compile_nothing)
     return ran
+
+
+@pytest.fixture
+def at_hand(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that takes no time: what it makes is there."""
+
+    def copy(compiler: tuple[str, ...], openmp: Path | None, folder: Path) -> Path:
+        assert COMPILED is not None, "needs_library skips"
+        return Path(shutil.copy(COMPILED, folder / "native.so"))
+
+    monkeypatch.setattr(compiling, "_compile", copy)
 
 
 def script(path: Path, text: str) -> str:
@@ -80,14 +93,79 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_library
 def test_another_compiler_makes_another_library(
-    cache: Path, compiled: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, compiled: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = compiled_library()
     monkeypatch.setenv("CC", script(tmp_path / "my-cc", 'exec cc "$@"'))
     assert compiled_library() != first
     assert compiled_library() != first
-    assert compiled[1:] == [tmp_path / "my-cc"]
+    assert compiled[1:] == [(str(tmp_path / "my-cc"),)]
     assert len(list(cache.iterdir())) == 2
+
+
+@needs_library
+@pytest.mark.parametrize("words", ["{my_cc} cc", "cc -O0"])
+def test_a_compiler_of_several_words(words: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as "ccache gcc"."""
+    monkeypatch.setenv("CC", words.format(my_cc=script(tmp_path / "launcher", 'exec "$@"')))
+    assert load_native() is not None
+
+
+@pytest.mark.usefixtures("at_hand")
+@needs_library
+@pytest.mark.parametrize("size", [0, 100, 8192, -100])
+def test_half_a_library_is_compiled_anew(size: int, cache: Path) -> None:
+    """To load one may end the process: what is missing is mapped memory."""
+    path = compiled_library()
+    whole = path.read_bytes()
+    path.unlink()  # a file of its own: this process may have loaded the old one
+    path.write_bytes(whole[:size])
+    assert compiled_library() == path
+    assert path.stat().st_size == len(whole)
+
+
+@pytest.mark.usefixtures("at_hand")
+@needs_library
+@pytest.mark.parametrize("writable", ["file", "folder"])
+def test_nothing_is_loaded_from_where_others_may_write(
+    writable: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = compiled_library()
+    place = path if writable == "file" else path.parent
+    place.chmod(0o777)
+    assert f"{place} belongs to user {os.geteuid()} with mode 777" in why_not(caplog)
+
+
+@pytest.mark.usefixtures("at_hand")
+@needs_library
+def test_nothing_is_loaded_that_another_user_owns(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = os.geteuid() or 1
+    compiled_library()
+    if not os.geteuid():
+        os.chown(cache, owner, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert f"{cache} belongs to user {owner}" in why_not(caplog)
+
+
+@needs_library
+def test_a_permissive_umask_makes_nothing_that_is_refused(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert load_native() is not None
+    finally:
+        os.umask(before)
+    assert load_native() is not None
+
+
+@pytest.mark.usefixtures("at_hand")
+@needs_library
+def test_a_relative_cache_folder_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert compiled_library().parent == tmp_path / "home" / ".cache" / "twostroke"
 
 
 @needs_library
@@ -160,7 +238,7 @@ def test_another_processor(machine: str, capability: str, monkeypatch: pytest.Mo
 
 @needs_library
 def test_a_damaged_library_is_compiled_anew(
-    cache: Path, compiled: list[Path], caplog: pytest.LogCaptureFixture
+    cache: Path, compiled: list[tuple[str, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert "can't be loaded" in why_not(caplog)
     assert list(cache.iterdir()) == []

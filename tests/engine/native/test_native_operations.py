@@ -136,6 +136,14 @@ def test_gradients_go_through() -> None:
     assert gate_up.grad is not None
 
 
+def test_weights_get_gradients() -> None:
+    weight, scale = random(5, 16).requires_grad_(), random(16).requires_grad_()
+    product(random(3, 16), weight).sum().backward()
+    native().norm(scale, 1e-6)(random(3, 16)).sum().backward()
+    assert weight.grad is not None
+    assert scale.grad is not None
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 32), (2, 3, 64), (4, 100), (200, 576)])
 def test_norms_are_those_of_torch(shape: tuple[int, ...]) -> None:
     states, weight = random(*shape), random(shape[-1])
@@ -163,6 +171,13 @@ def test_silu_of_large_and_odd_numbers() -> None:
     gate = torch.tensor([-1e4, -100.0, -88.0, -20.0, -0.0, 0.0, 1e-30, 20.0, 88.0, 1e4, math.inf, math.nan])
     got = native().gate("silu")(torch.cat((gate, torch.ones_like(gate)))[None])
     torch.testing.assert_close(got[0], F.silu(gate), atol=1e-30, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("least", [-1e38, -torch.finfo(torch.float32).max, -math.inf])
+def test_silu_of_the_least_numbers(least: float) -> None:
+    gate = torch.full((8,), least)
+    got = native().gate("silu")(torch.cat((gate, torch.ones(8)))[None])
+    torch.testing.assert_close(got[0], F.silu(gate), atol=1e-30, rtol=0, equal_nan=True)
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 20), st.integers(0, 100))
