@@ -130,7 +130,7 @@ class Commit:
         return False
 
     def _index_of(self, batch: Batch) -> dict[str, int]:
-        """``ModelRunnerOutput.req_id_to_index``; steps with the same requests share it."""
+        """What ``ModelRunnerOutput.req_id_to_index`` is copied from; steps with the same requests share it."""
         if batch.req_ids is not self._req_ids:
             self._index = {req_id: index for index, req_id in enumerate(batch.req_ids)}
             self._req_ids = batch.req_ids
@@ -176,7 +176,7 @@ def _model_runner_output(
     sampled: SampledOnHost,
     prompt_logprobs: dict[str, LogprobsLists | None],
 ) -> ModelRunnerOutput:
-    """The output of a step; ``sampling`` are the batch indices that sampled, None for all."""
+    """The output of a step, with lists of its own; ``sampling`` are the batch indices that sampled, None for all."""
     tokens: list[list[int]] = sampled.token_ids[:, None].tolist()
     if sampling is not None:
         of_sampling, tokens = tokens, [[] for _ in batch.req_ids]
@@ -184,8 +184,8 @@ def _model_runner_output(
             tokens[position] = token
     if not (sampled.errors or sampled.num_nans or sampled.logprobs is not None):
         return ModelRunnerOutput(
-            req_ids=batch.req_ids,
-            req_id_to_index=index,
+            req_ids=list(batch.req_ids),
+            req_id_to_index=index.copy(),
             sampled_token_ids=tokens,
             prompt_logprobs_dict=prompt_logprobs,
         )
@@ -196,8 +196,8 @@ def _model_runner_output(
         tokens[failed] = []
         errors[batch.req_ids[failed]] = error
     return ModelRunnerOutput(
-        req_ids=batch.req_ids,
-        req_id_to_index=index,
+        req_ids=list(batch.req_ids),
+        req_id_to_index=index.copy(),
         sampled_token_ids=tokens,
         logprobs=_logprobs(batch.num_reqs, indices, sampled),
         prompt_logprobs_dict=prompt_logprobs,

@@ -10,6 +10,7 @@ import torch
 from .forward_context import NO_TAPS, ForwardContext, ForwardTaps, Model
 from .graphs import CUDAGraphRunner, ForwardOutput, GraphError, full_graph_rows
 from .records import (
+    EAGER_SEGMENTS,
     AttentionMetadata,
     BatchExecutionDescriptor,
     CUDAGraphMode,
@@ -112,7 +113,8 @@ class Forward:
         latest = self._latest
         if latest is None or latest[0] is not attention or latest[1].segments is not segments:
             latest = attention, self._context(attention, ubatch, tokens, segments)
-            self._latest = latest if len(attention.plans) == 1 else None  # steps that share a record share a context
+            # Steps that share a record share a context. Other segments hold graphs, which are to go when dropped.
+            self._latest = latest if segments is EAGER_SEGMENTS and len(attention.plans) == 1 else None
         return self._model.forward(model_inputs, latest[1])
 
     def _context(

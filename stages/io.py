@@ -171,8 +171,6 @@ class LogprobsLists:
 class ModelRunnerOutput:
     """What a step produced. ``req_ids`` is the batch in row order; the other lists run parallel to it.
 
-    Outputs of steps with the same requests may share ``req_id_to_index``.
-
     ``sampled_token_ids[i]`` is empty for a request that sampled nothing (a prompt chunk that is not the last one, or a
     request in ``request_errors``; the runner counts a token for that one all the same, so a scheduler that keeps it
     must rewind it with ``num_output_tokens``). ``prompt_logprobs_dict[req_id]`` is the whole table of a prompt,

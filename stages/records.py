@@ -34,12 +34,13 @@ class CUDAGraphMode(Enum):
 class DecodeRun:
     """Steps one after the other that decode the same requests, each of them one token further than the step before.
 
-    All known tokens of the requests are computed then, so all of them sample. ``rows`` is the same object in all steps;
-    ``num_computed_tokens`` and ``num_known_tokens``, one more each, are those of the latest step, the
-    ``num_steps_before``-th (from 0).
+    All known tokens of the requests are computed then, so all of them sample. ``rows`` and ``num_scheduled_tokens``
+    are the same objects in all steps; ``num_computed_tokens`` and ``num_known_tokens``, one more each, are those of the
+    latest step, the ``num_steps_before``-th (from 0).
     """
 
     rows: IntArray
+    num_scheduled_tokens: IntArray
     num_computed_tokens: IntArray
     num_known_tokens: IntArray
     num_steps_before: int = 0
@@ -72,7 +73,12 @@ class Batch:
     def latest_of_run(self) -> DecodeRun | None:
         """``run``, if this is its latest step and still what update_states made it: an edit replaces the arrays."""
         run = self.run
-        if run is None or run.num_computed_tokens is not self.num_computed_tokens or run.rows is not self.rows:
+        if (
+            run is None
+            or run.num_computed_tokens is not self.num_computed_tokens
+            or run.num_scheduled_tokens is not self.num_scheduled_tokens
+            or run.rows is not self.rows
+        ):
             return None
         return run
 

@@ -186,7 +186,7 @@ class SchedulerOutputCheck:
     def _continued(self, cached: CachedRequestData) -> Continuation:
         resumed = cached.resumed_req_ids
         kept: slice | list[int] = slice(None)
-        ids, new_block_ids = cached.req_ids, cached.new_block_ids
+        ids, new_block_ids = list(cached.req_ids), cached.new_block_ids  # the scheduler may go on writing in its own
         if resumed:
             kept = [index for index, req_id in enumerate(ids) if req_id not in resumed]
             ids = [cached.req_ids[index] for index in kept]

@@ -62,7 +62,7 @@ class SteadySteps:
                 return None
             known = computed + 1
             is_whole = np.logical_and.reduce(known == self._table.num_tokens[self._rows])
-            run = DecodeRun(self._rows, computed, known) if is_whole else None
+            run = DecodeRun(self._rows, self._scheduled, computed, known) if is_whole else None
         else:
             computed = run.num_computed_tokens
         continued = self._with_blocks(cached.new_block_ids, computed, run)

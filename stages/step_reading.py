@@ -15,9 +15,9 @@ from .specs import NULL_BLOCK
 
 
 def read_integers(name: str, values: Sequence[int], req_id: str | None = None) -> IntArray:
-    """An int64 array of a flat list of integers: nothing is rounded, nothing wraps."""
+    """An int64 array of its own of a flat list of integers: nothing is rounded, nothing wraps."""
     try:
-        array = np.asarray(values)
+        array = np.array(values)
     except ValueError:  # lists of different lengths
         array = np.empty(())
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -226,3 +226,23 @@ def test_two_stages_over_the_same_buffers_do_not_add_up(build: Any) -> None:
         ground.commit(batch)
         transaction.commit()
         output = ground.decode(build)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_with_more_tokens_than_its_run_has_is_made_anew(build: Any, device: str) -> None:
+    """As by a stage that adds a drafted token to each request, in some steps."""
+    ground = Ground(DEVICES[device](), random.Random(0), sizes=(8,))
+    output, num_edited = ground.new(build, 3), 0
+    for index in range(24):
+        transaction = Transaction(1)
+        batch = ground.update_states(output, transaction)
+        has_room = (batch.num_computed_tokens % 8 < 7).all()
+        if index % 3 and has_room and batch.run is not None:
+            more = evolve(batch, num_scheduled_tokens=batch.num_scheduled_tokens + 1, num_tokens=2 * batch.num_reqs)
+            assert ground.stages.shown(more) == Stages(ground.table).shown(evolve(more, run=None))
+            num_edited += batch.run.num_steps_before > 0
+        assert ground.stages.shown(batch) == Stages(ground.table).shown(evolve(batch, run=None))
+        ground.commit(batch)
+        transaction.commit()
+        output = ground.decode(build)
+    assert num_edited > 5

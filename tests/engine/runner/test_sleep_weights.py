@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
-from driver import Wish, serve_alone
-from modes import LIMITS
+from driver import Driver, Wish, serve_alone
+from modes import LIMITS, MODES
 from safetensors.torch import save_file
 from twostroke.engine import EngineConfig, ModelRunner, build_runner
+from twostroke.engine.graphs import ClosureGraphRunner
 from twostroke.engine.models import Decoder, ModelLoadError, random_model, tiny_config
 from twostroke.fsm import LifeState, StepStateError
 
@@ -62,3 +65,21 @@ def test_weights_that_cannot_be_read_again_stay_asleep(runner: ModelRunner, fold
     (folder / "gone").rename(file)
     runner.wake_up()
     assert runner.life is LifeState.READY
+
+
+@pytest.mark.parametrize("mode", [name for name in MODES if "cudagraph_mode" in MODES[name]])
+def test_who_sleeps_holds_no_graph(mode: str) -> None:
+    runner = build_runner(EngineConfig(**{**LIMITS, **MODES[mode]}), model=random_model(tiny_config()))
+    driver = Driver(runner)
+    driver.add(Wish("a", (1, 2, 3), 6), Wish("b", (1, 2, 3), 6))
+    for count in (3, 1, 1):
+        driver.step({"a": count, "b": count})
+    graphs = runner.parts.graphs
+    assert isinstance(graphs, ClosureGraphRunner)
+    pieces = [piece for pieces in graphs._pieces.values() for piece in pieces.values()]
+    held = [weakref.ref(graph) for graph in (*graphs._full.values(), *pieces)]
+    del pieces
+    runner.sleep()
+    gc.collect()
+    assert held
+    assert [graph() for graph in held if graph() is not None] == []
