@@ -19,6 +19,7 @@ from attrs import frozen
 
 from ...stages.specs import AttentionLayerSpec
 from ..attention.flashinfer_library import AttentionKernel, FlashInfer
+from ..cache_folder import cache_folder
 from ..kernels import decode_attention, mixed_attention
 
 _LOG = logging.getLogger(__name__)
@@ -143,12 +144,11 @@ def times_path(device: torch.device, library: FlashInfer) -> Path:
 
     Instead of a version, this package's kernels have a checksum in its name: they may be edited in place.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (decode_attention, mixed_attention))
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     parts = (gpu, f"torch{torch.__version__}", f"triton{triton.__version__}", f"flashinfer{library.version}")
     name = "-".join(re.sub(r"[^A-Za-z0-9.+]+", "_", part) for part in (*parts, f"{zlib.crc32(sources):08x}"))
-    return Path(base) / "twostroke" / f"attention-{name}.json"
+    return cache_folder() / f"attention-{name}.json"
 
 
 def times_key(

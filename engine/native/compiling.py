@@ -16,6 +16,7 @@ from shutil import which
 import torch
 
 from ...fsm.errors import TwoStrokeError
+from ..cache_folder import cache_folder
 
 COMPILERS = ("cc", "gcc", "clang")
 """Where the variable CC names no compiler."""
@@ -45,7 +46,10 @@ def compiled_library() -> Path:
     _require_processor()
     compiler = _compiler()
     openmp = _openmp_of_torch()
-    path = _cache_folder() / f"native-{_checksum(compiler, openmp)}.so"
+    try:
+        path = cache_folder() / f"native-{_checksum(compiler, openmp)}.so"
+    except RuntimeError as error:
+        raise NotCompiled(f"there is no cache folder: {error}") from error
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(path.parent)
@@ -105,14 +109,6 @@ def _compiler() -> tuple[str, ...]:
 def _openmp_of_torch() -> Path | None:
     """The OpenMP that torch brings along. To use it too makes its threads and the kernels' the same ones."""
     return next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
-
-
-def _cache_folder() -> Path:
-    try:
-        named = os.environ.get("XDG_CACHE_HOME", "")  # "consider the path invalid and ignore it", if it is relative
-        return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "twostroke"
-    except RuntimeError as error:  # no home
-        raise NotCompiled(f"there is no cache folder: {error}") from error
 
 
 def _checksum(compiler: Sequence[str], openmp: Path | None) -> str:

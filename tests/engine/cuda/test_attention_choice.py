@@ -120,6 +120,8 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     path = times_path(torch.device("cpu"), FlashInfer(modules(set())["flashinfer"]))
     assert path.parent == tmp_path / "home" / ".cache" / "twostroke"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert times_path(torch.device("cpu"), FlashInfer(modules(set())["flashinfer"])) == path
 
 
 def test_a_key_names_everything_that_times_depend_on() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from attrs import define, frozen
+from sampling_world import History, Request
 from twostroke.stages.device import HostDevice
 from twostroke.stages.io import GrammarOutput
 from twostroke.stages.records import Batch, ExecuteModelState, PreparedInputs, PromptSpan
@@ -15,23 +15,6 @@ from twostroke.stages.sample import Sample
 from twostroke.stages.sampling.columns import SamplingColumns
 from twostroke.stages.sampling_params import SamplingParams
 from twostroke.stages.step_output import SampledDownload, SampledOnHost
-
-
-@frozen
-class Request:
-    """What a column sees of a request."""
-
-    sampling_params: SamplingParams
-    seed: int
-
-
-@define
-class History:
-    """The token history of every row; what lies behind a row's last token is garbage."""
-
-    token_ids: torch.Tensor
-    num_tokens: np.ndarray
-    num_prompt_tokens: np.ndarray
 
 
 class SamplingKit:
